@@ -1,0 +1,71 @@
+"""Scheduler and ledger with no model: row-steps per second, as one line of JSON.
+
+    python bench/scheduler.py [--rows 64] [--steps 2000] [--groups full|mixed]
+
+A row-step is one decoding row in one step: planned, placed, settled, committed.  The issue asks for 50,000 a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+
+from kvad.cache.ledger import Ledger
+from kvad.cache.sizing import CacheConfig, groups
+from kvad.config import MixerSpec
+from kvad.engine.request import Result, Sampling
+from kvad.engine.scheduler import Scheduler
+
+FULL = MixerSpec(True, None, 8, 64, 64)
+LOCAL = MixerSpec(True, 256, 8, 64, 64)
+
+
+def run(rows: int, steps: int, mixers: tuple[MixerSpec, ...]) -> dict[str, object]:
+    """Decode ``rows`` rows of ``steps`` tokens after prompts of 1 to 64 tokens; only full decode steps are timed."""
+    config = CacheConfig(rows=rows, capacity=steps + 64, chunk=64)
+    ledger = Ledger(groups(mixers, config), prefix=True, seats=rows)
+    scheduler = Scheduler(ledger, rows=rows, budget=rows * 64, chunk=64, limit=steps + 64)
+    for request in range(rows):
+        scheduler.add(request, [request + 1] * (1 + request), Sampling(max_tokens=steps))
+    results = [Result(token=5)] * rows
+    done, slowest, began = 0, 0.0, time.perf_counter()
+    while done < steps - 1:
+        at = time.perf_counter()
+        plan = scheduler.plan()
+        assert plan is not None and len(plan.work) == rows
+        scheduler.settle(plan, results)
+        now = time.perf_counter()
+        if done == 0:
+            began = now  # the first step reads the prompts
+        else:
+            slowest = max(slowest, now - at)
+        done += 1
+    seconds = time.perf_counter() - began
+    ledger.check()
+    return {
+        "bench": "scheduler",
+        "rows": rows,
+        "steps": done - 1,
+        "groups": len(ledger.groups),
+        "row_steps_per_s": round(rows * (done - 1) / seconds),
+        "us_per_row_step": round(seconds / (rows * (done - 1)) * 1e6, 3),
+        "slowest_step_ms": round(slowest * 1e3, 3),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--groups", choices=("full", "mixed"), default="full")
+    args = parser.parse_args()
+    mixers = (FULL,) * 4 if args.groups == "full" else (LOCAL, LOCAL, LOCAL, FULL)
+    print(json.dumps(run(args.rows, args.steps, mixers)))
+
+
+if __name__ == "__main__":
+    main()

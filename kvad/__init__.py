@@ -1,0 +1,35 @@
+"""kvad: train and run Transformers from one small codebase, with a KV cache that can prove itself.
+
+The public names, guarded by ``tests/test_house.py``::
+
+    from kvad import LLM
+    with LLM.load("runs/demo") as llm:
+        print(llm.generate("def ", max_tokens=64, temperature=0).text)
+
+``import kvad`` imports no torch: each name below is fetched from its module when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvad.errors import KvadError
+    from kvad.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "KvadError", "__version__"]
+
+_HOMES = {"LLM": "kvad.llm", "KvadError": "kvad.errors"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvad' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

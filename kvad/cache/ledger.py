@@ -1,0 +1,538 @@
+"""Which blocks a row may read and where it writes: the host face of the cache.  Integers only, no torch.
+
+A row sits in a seat (its index, kept for life).  In each cache group it holds the blocks of the logical blocks
+``first, first + 1, ...``, so that position p of a paged group lies in slot ``blocks[p // bs - first] * bs + p % bs``.
+A group with one block per row (contiguous) is a ring: slot ``block * bs + p % bs``.
+
+    bs = 4, blocks = [7, 3], first = 2:  positions 8..11 in block 7, 12..15 in block 3;  position 13 = slot 3*4 + 1.
+
+Promises:
+
+* a block that changes hands is in ``Moves.clear``, or is the target of a ``Moves.copy``;
+* a block that two rows count on, or that is published, is never written: the writer gets a copy (copy-on-write).
+  Slots behind the copied ones are empty; a writer that keeps a block after its sharer copied itself away may find
+  slots of *later* positions in it.  No query sees those before this row has written over them: queries are causal;
+* a windowed row keeps what the first query of its next span needs, and no block before that;
+* :meth:`Ledger.reserve` places all spans or changes nothing.
+
+Never: a torch import, a decision about which request runs, a look at a key, a value or a score.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvad.cache.blocks import BlockPool, Hash, Prefix, Prefixes, digest
+from kvad.cache.sizing import Group
+from kvad.step import Moves
+
+__all__ = ["Ledger", "LedgerStats", "Placed", "Span"]
+
+NEVER = 1 << 62
+
+
+class Span(NamedTuple):
+    """Write the tokens at positions ``start .. start + count - 1`` of a row; ``start`` is the row's length."""
+
+    row: int
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody asks of a span
+
+
+class Placed(NamedTuple):
+    """Where a step's tokens go.
+
+    ``slots``: per group, one slot per token, in span order.  ``tables``: per group, per span, the blocks that the row
+    may read after this write; the ledger's own lists, valid until its next call: read, do not keep or change.
+    """
+
+    moves: Moves
+    slots: tuple[list[int], ...]
+    tables: tuple[list[list[int]], ...]
+
+
+@dataclass(frozen=True)
+class LedgerStats:
+    """Blocks per group: ``total`` = ``used`` + ``free`` + ``evictable``, and evictions so far.  Prefix cache:
+    admissions that hit and that did not, and the tokens that need no computing because of hits."""
+
+    total: tuple[int, ...]
+    used: tuple[int, ...]
+    free: tuple[int, ...]
+    evictable: tuple[int, ...]
+    evictions: tuple[int, ...]
+    hits: int
+    misses: int
+    hit_tokens: int
+
+
+class _Hold:
+    """One row's blocks in one group."""
+
+    __slots__ = ("base", "blocks", "first")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.first = 0  # logical number of blocks[0]
+        self.base = 0  # position + base = slot, within the block that is being written
+
+
+class _Seat:
+    """One row.  ``length``: committed tokens.  ``tip``, ``tail``: the last full block's Prefix and the tokens after
+    it (tip None: this row publishes nothing).  ``reach``: the end of the furthest write, committed or not.  One token
+    at a position in ``since .. fast - 1`` is written at ``position + base`` in every group, with nothing else to do."""
+
+    __slots__ = ("fast", "holds", "length", "reach", "root", "since", "tail", "tip")
+
+    def __init__(self, num_groups: int, root: Prefix | None) -> None:
+        self.holds = tuple(_Hold() for _ in range(num_groups))
+        self.root = root
+        self.restart()
+
+    def restart(self) -> None:
+        self.length = self.reach = self.fast = 0
+        self.since = NEVER
+        self.tip = self.root
+        self.tail: list[int] = []
+        for hold in self.holds:
+            hold.blocks, hold.first = [], 0
+
+
+class Ledger:
+    """Owns one :class:`BlockPool` per group and the rows in ``seats`` seats."""
+
+    def __init__(self, groups: Sequence[Group], *, prefix: bool, seats: int, hasher: Hash = digest) -> None:
+        self.groups = tuple(groups)
+        self.pools = tuple(BlockPool(group.blocks) for group in self.groups)
+        self.releases = 0  # grows when a row gives its blocks back: a reason to try an admission again
+        self._seats: list[_Seat | None] = [None] * seats
+        self._prefixes = Prefixes(hasher)
+        self._ring = tuple(group.blocks_per_row == 1 for group in self.groups)
+        self._sizes = tuple(group.block_size for group in self.groups)
+        self._windows = tuple(NEVER if g.mixer.window is None else g.mixer.window for g in self.groups)
+        # A row of one block can share no full block and leave one token to compute: nothing to publish.
+        self.prefix = prefix and bool(self.groups) and not any(self._ring)
+        assert not self.prefix or len(set(self._sizes)) == 1, "prefix reuse needs one block size"
+        self._hits = self._misses = self._hit_tokens = 0
+        self.capacity = min((self._longest(index) for index in range(len(self.groups))), default=sys.maxsize)
+
+    def _longest(self, index: int) -> int:
+        """Tokens of the longest row that group ``index`` holds when it is alone."""
+        group = self.groups[index]
+        if group.mixer.window is not None and group.usable >= group.blocks_per_row:
+            return sys.maxsize
+        return min(group.usable, group.blocks_per_row) * group.block_size
+
+    # ------------------------------------------------------------ rows come and go
+
+    def admit(self, row: int, tokens: Sequence[int], root: bytes, most: int | None = None) -> int | None:
+        """Seat a row and claim the longest known prefix of ``tokens``; returns its length, None if the seat is taken.
+
+        A hit is a multiple of the block size and covers at most ``len(tokens) - 1`` tokens (one is left to compute),
+        at most ``most`` where given.  A group with a window needs only the blocks of the last ``window - 1`` tokens.
+        """
+        if self._seats[row] is not None:
+            return None
+        seat = _Seat(len(self.groups), self._prefixes.root(root) if self.prefix else None)
+        self._seats[row] = seat
+        if seat.root is None:
+            return 0
+        longest = len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
+        chain = self._chain(seat.root, tokens, longest)
+        if longest >= self._sizes[0]:
+            self._hits += bool(chain)
+            self._misses += not chain
+        if not chain:
+            return 0
+        length = len(chain) * self._sizes[0]
+        for index, hold in enumerate(seat.holds):
+            pool = self.pools[index]
+            hold.first = self._first_needed(index, length)
+            for prefix in chain[hold.first :]:
+                block = pool.find(prefix)
+                assert block is not None
+                pool.acquire(block)
+                hold.blocks.append(block)
+        seat.length = seat.reach = length
+        seat.tip = chain[-1]
+        self._hit_tokens += length
+        return length
+
+    def fork(self, row: int, child: int, length: int) -> bool:
+        """Seat ``child`` on the first ``length`` tokens of ``row``: blocks are shared until one of them writes.
+
+        False, and nothing changed: a window of ``row`` has moved past what a query at ``length`` needs.
+        """
+        seat = self._seat(row)
+        assert self._seats[child] is None and 0 <= length <= seat.length, (row, child, length, seat.length)
+        if not self._window_held(seat, length):
+            return False
+        twin = _Seat(len(self.groups), seat.root)
+        for index, (old, new) in enumerate(zip(seat.holds, twin.holds, strict=True)):
+            if self._ring[index]:
+                new.blocks = list(old.blocks) if length else []
+            else:
+                new.first = max(old.first, self._first_needed(index, length))
+                stop = -(-length // self._sizes[index])
+                new.blocks = old.blocks[new.first - old.first : max(0, stop - old.first)]
+                if not new.blocks:
+                    new.first = length // self._sizes[index]
+            for block in new.blocks:
+                self.pools[index].acquire(block)
+        twin.length, twin.reach = length, max(length, seat.reach if any(self._ring) else length)
+        twin.tip, twin.tail = self._history(seat, length)
+        seat.since = NEVER
+        self._seats[child] = twin
+        return True
+
+    def rewind(self, row: int, length: int) -> int:
+        """Drop the tokens from ``length`` on; returns the length kept.
+
+        It is 0 when a window has moved past what a query at ``length`` needs: the row is then empty, compute it anew.
+        """
+        seat = self._seat(row)
+        if length >= seat.length:
+            return seat.length
+        if length == 0 or not self._window_held(seat, length):
+            for hold, pool in zip(seat.holds, self.pools, strict=True):
+                _release(pool, hold.blocks)
+            seat.restart()
+            self.releases += 1
+            return 0
+        for index, hold in enumerate(seat.holds):
+            if not self._ring[index]:
+                keep = max(0, -(-length // self._sizes[index]) - hold.first)
+                _release(self.pools[index], hold.blocks[keep:])
+                hold.blocks = hold.blocks[:keep]
+                if not keep:
+                    hold.first = min(hold.first, length // self._sizes[index])
+        seat.tip, seat.tail = self._history(seat, length)
+        seat.length = length
+        seat.since = NEVER
+        self.releases += 1
+        return length
+
+    def release(self, row: int, publish: bool = True) -> None:
+        """The row leaves its seat.  Blocks go back in reverse, so that the ends of prefixes are evicted first.
+
+        ``publish=False`` (a fault: its numbers cannot be trusted, and chunks of it were committed before anybody
+        looked at a logit) withdraws every prefix on this row's way, its own and those it claimed: nobody finds them
+        again.  Rows that already count on such a block keep it.
+        """
+        seat = self._seat(row)
+        if not publish:
+            self._withdraw(seat.tip)
+        for hold, pool in zip(seat.holds, self.pools, strict=True):
+            _release(pool, hold.blocks)
+        self._seats[row] = None
+        self.releases += 1
+
+    def drop_prefixes(self) -> None:
+        """Forget every published block (the weights changed); rows that are seated now publish no more."""
+        for pool in self.pools:
+            for block in pool.published():
+                pool.withdraw(block)
+        for seat in self._seats:
+            if seat is not None:
+                seat.root = seat.tip = None
+
+    # ------------------------------------------------------------ a step
+
+    def reserve(self, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> Placed | None:
+        """Room for every span, or None and no change: a pool is too full.  At most one span per row."""
+        seats = self._seats
+        slow = []
+        for span in spans:
+            seat = seats[span[0]]
+            assert seat is not None and span[1] == seat.length, f"span {span} does not start at its row's end"
+            if span[2] != 1 or not seat.since <= span[1] < seat.fast:
+                slow.append(span)
+        moves = self._grow(slow) if slow else self._no_moves()
+        if moves is None:
+            return None
+        slots: tuple[list[int], ...] = tuple([] for _ in self.groups)
+        tables: tuple[list[list[int]], ...] = tuple([] for _ in self.groups)
+        pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=True)]
+        for row, start, count in spans:
+            seat = seats[row]
+            assert seat is not None
+            if count == 1 and seat.since <= start < seat.fast:
+                for hold, (put, show) in zip(seat.holds, pairs, strict=True):
+                    put(hold.base + start)
+                    show(hold.blocks)
+            else:
+                self._place(seat, start, start + count, slots, tables)
+            if start + count > seat.reach:
+                seat.reach = start + count
+        return Placed(moves, slots, tables)
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
+        """The row's next ``tokens`` are computed: prompt and generated ones alike.  Full blocks are published."""
+        seat = self._seat(row)
+        seat.length += len(tokens)
+        assert seat.length <= seat.reach, f"row {row} commits {seat.length} tokens, {seat.reach} were reserved"
+        if seat.tip is not None:
+            seat.tail.extend(tokens)
+            if len(seat.tail) >= self._sizes[0]:
+                self._publish(seat)
+
+    # ------------------------------------------------------------ questions
+
+    def length(self, row: int) -> int:
+        return self._seat(row).length
+
+    def fits(self, row: int, length: int) -> bool:
+        """Could this row grow to ``length`` tokens with what is free or evictable now?"""
+        holds = self._seat(row).holds
+        return all(
+            min(-(-length // group.block_size), group.blocks_per_row) - len(hold.blocks) <= pool.available
+            for group, hold, pool in zip(self.groups, holds, self.pools, strict=True)
+        )
+
+    def stats(self) -> LedgerStats:
+        pools = self.pools
+        return LedgerStats(
+            total=tuple(pool.total for pool in pools),
+            used=tuple(pool.live for pool in pools),
+            free=tuple(pool.free for pool in pools),
+            evictable=tuple(pool.evictable for pool in pools),
+            evictions=tuple(pool.evictions for pool in pools),
+            hits=self._hits,
+            misses=self._misses,
+            hit_tokens=self._hit_tokens,
+        )
+
+    def check(self) -> None:
+        """Assert the block law of every pool, and that rows own exactly what the pools count, where they need it."""
+        for index, pool in enumerate(self.pools):
+            pool.check()
+            refs = [0] * len(pool.refs)
+            for number, seat in enumerate(self._seats):
+                if seat is not None:
+                    self._check_hold(index, number, seat)
+                    for block in seat.holds[index].blocks:
+                        refs[block] += 1
+            assert refs == pool.refs, f"group {index}: rows count on other blocks than the pool says"
+
+    def _check_hold(self, index: int, row: int, seat: _Seat) -> None:
+        hold, group, where = seat.holds[index], self.groups[index], f"group {index}, row {row}"
+        assert len(set(hold.blocks)) == len(hold.blocks), f"{where}: a block stands twice in its table"
+        assert len(hold.blocks) <= group.blocks_per_row, f"{where}: more blocks than a row may have"
+        assert seat.length <= seat.reach, f"{where}: committed {seat.length}, wrote up to {seat.reach}"
+        if self._ring[index]:
+            assert hold.first == 0 and len(hold.blocks) == bool(seat.length or hold.blocks), f"{where}: no ring"
+            return
+        end = (hold.first + len(hold.blocks)) * group.block_size
+        needed = max(0, seat.length - self._windows[index] + 1)
+        assert hold.first * group.block_size <= needed or needed == seat.length, f"{where}: its window is not held"
+        assert end >= seat.length, f"{where}: {seat.length} tokens, blocks up to {end}"
+        for logical, block in enumerate(hold.blocks, hold.first):
+            prefix = self.pools[index].prefixes[block]
+            assert prefix is None or prefix.depth == logical + 1, f"{where}: block {block} is published elsewhere"
+
+    # ------------------------------------------------------------ inside
+
+    def _seat(self, row: int) -> _Seat:
+        seat = self._seats[row]
+        assert seat is not None, f"seat {row} is empty"
+        return seat
+
+    def _no_moves(self) -> Moves:
+        nothing: tuple[()] = ()
+        return Moves((nothing,) * len(self.groups), (nothing,) * len(self.groups))
+
+    def _first_needed(self, index: int, start: int) -> int:
+        """The first logical block that a query at position ``start`` may see: of position start - window + 1."""
+        return max(0, start - self._windows[index] + 1) // self._sizes[index]
+
+    def _window_held(self, seat: _Seat, length: int) -> bool:
+        """Does every group still hold the keys that a query at position ``length`` needs?"""
+        for index, hold in enumerate(seat.holds):
+            needed = max(0, length - self._windows[index] + 1)
+            if needed >= length:
+                continue  # it sees nothing but itself
+            oldest = seat.reach - self._sizes[index] if self._ring[index] else hold.first * self._sizes[index]
+            if oldest > needed:
+                return False
+        return True
+
+    def _chain(self, root: Prefix, tokens: Sequence[int], longest: int) -> list[Prefix]:
+        """The longest chain of known blocks of ``tokens`` that every group can serve, at most ``longest`` tokens."""
+        size = self._sizes[0]
+        stride = size * 8
+        packed = array("q", tokens[: longest - longest % size]).tobytes() if longest > 0 else b""
+        full = [pool for pool, window in zip(self.pools, self._windows, strict=True) if window == NEVER]
+        chain: list[Prefix] = []
+        prefix: Prefix | None = root
+        for at in range(0, len(packed), stride):
+            prefix = self._prefixes.find(prefix, packed[at : at + stride])
+            if prefix is None or not all(pool.find(prefix) is not None for pool in full):
+                break
+            chain.append(prefix)
+        usable = [True] * (len(chain) + 1)
+        for index, window in enumerate(self._windows):
+            if window != NEVER:
+                run = 0  # blocks present without a gap, up to here
+                for depth, prefix in enumerate(chain, 1):
+                    run = run + 1 if self.pools[index].find(prefix) is not None else 0
+                    usable[depth] &= run >= depth - self._first_needed(index, depth * size)
+        depth = max(depth for depth, ok in enumerate(usable) if ok)
+        return chain[:depth]
+
+    def _history(self, seat: _Seat, length: int) -> tuple[Prefix | None, list[int]]:
+        """(tip, tail) of the row's first ``length`` tokens."""
+        tip = seat.tip
+        if tip is None:
+            return None, []
+        size = self._sizes[0]
+        depth, rest = divmod(length, size)
+        if depth == tip.depth:
+            return tip, seat.tail[:rest]
+        while tip.depth > depth + 1:
+            assert tip.parent is not None
+            tip = tip.parent
+        return tip.parent, array("q", tip.tokens).tolist()[:rest]
+
+    def _publish(self, seat: _Seat) -> None:
+        size, tail, at = self._sizes[0], seat.tail, 0
+        while len(tail) - at >= size:
+            assert seat.tip is not None
+            tip = self._prefixes.extend(seat.tip, array("q", tail[at : at + size]).tobytes())
+            if tip is None:  # its digest is another history's: this row publishes no more
+                seat.tip, seat.tail = None, []
+                return
+            for hold, pool in zip(seat.holds, self.pools, strict=True):
+                place = tip.depth - 1 - hold.first
+                if place >= 0:
+                    pool.publish(hold.blocks[place], tip)
+            seat.tip = tip
+            at += size
+        del tail[:at]
+
+    def _withdraw(self, prefix: Prefix | None) -> None:
+        while prefix is not None:
+            for pool in self.pools:
+                block = pool.find(prefix)
+                if block is not None:
+                    pool.withdraw(block)
+            prefix = prefix.parent
+
+    def _shared(self, pool: BlockPool, block: int, refs: int) -> bool:
+        """Must a writer copy this block first?  (Its own method, so that a test can break it.)"""
+        return refs > 1 or pool.prefixes[block] is not None
+
+    def _touched(self, index: int, start: int, end: int) -> tuple[int, int]:
+        """The logical blocks [low, high) that positions start .. end - 1 are written to."""
+        if self._ring[index]:
+            return 0, 1
+        size = self._sizes[index]
+        return start // size, (end - 1) // size + 1
+
+    def _grow(self, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> Moves | None:
+        """Drop what windows have passed, then give every span the blocks that it writes; None: a pool is too full."""
+        if not all(self._enough(index, spans) for index in range(len(self.groups))):
+            return None
+        clears, copies = [], []
+        for index in range(len(self.groups)):
+            clear, copy = self._grow_group(index, spans)
+            clears.append(tuple(clear))
+            copies.append(tuple(copy))
+        return Moves(tuple(clears), tuple(copies))
+
+    def _passed(self, index: int, hold: _Hold, start: int) -> int:
+        """How many of the row's first blocks no query from ``start`` on can see."""
+        if self._ring[index]:
+            return 0
+        return min(len(hold.blocks), max(0, self._first_needed(index, start) - hold.first))
+
+    def _enough(self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> bool:
+        """Would :meth:`_grow_group` find enough blocks?  It counts as that does, and changes nothing."""
+        pool, need, gain = self.pools[index], 0, 0
+        left: dict[int, int] = {}  # references after the releases counted so far
+        for row, start, _ in spans:
+            hold = self._seat(row).holds[index]
+            for block in hold.blocks[: self._passed(index, hold, start)]:
+                left[block] = left.get(block, pool.refs[block]) - 1
+                gain += left[block] == 0
+        for row, start, count in spans:
+            hold = self._seat(row).holds[index]
+            low, high = self._touched(index, start, start + count)
+            have = hold.first + len(hold.blocks)
+            need += max(0, high - have)
+            for block in hold.blocks[low - hold.first : max(0, high - hold.first)]:
+                refs = left.get(block, pool.refs[block])
+                if self._shared(pool, block, refs):
+                    need += 1
+                    left[block] = refs - 1
+        return need <= pool.available + gain
+
+    def _grow_group(
+        self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]]
+    ) -> tuple[list[int], list[tuple[int, int, int]]]:
+        pool, ring, size = self.pools[index], self._ring[index], self._sizes[index]
+        clear: list[int] = []
+        copy: list[tuple[int, int, int]] = []
+        sources: list[int] = []  # given back last: Moves clears before it copies, so no source may be handed on here
+        for row, start, _ in spans:
+            hold = self._seat(row).holds[index]
+            passed = self._passed(index, hold, start)
+            if passed:
+                for block in hold.blocks[:passed]:
+                    pool.release(block)
+                hold.blocks = hold.blocks[passed:]
+                hold.first += passed
+        for row, start, count in spans:
+            hold = self._seat(row).holds[index]
+            low, high = self._touched(index, start, start + count)
+            for place in range(low - hold.first, high - hold.first):
+                if place == len(hold.blocks):
+                    hold.blocks.append(pool.take()[0])
+                    clear.append(hold.blocks[place])
+                    continue
+                block = hold.blocks[place]
+                if not self._shared(pool, block, pool.refs[block]):
+                    continue
+                target = hold.blocks[place] = pool.take()[0]
+                kept = min(start, size) if ring else max(0, start - (place + hold.first) * size)
+                if kept:
+                    copy.append((block, target, kept))
+                else:
+                    clear.append(target)
+                if pool.refs[block] > 1:
+                    pool.release(block)
+                else:
+                    sources.append(block)
+        for block in sources:
+            pool.release(block)
+        return clear, copy
+
+    def _place(
+        self, seat: _Seat, start: int, end: int, slots: tuple[list[int], ...], tables: tuple[list[list[int]], ...]
+    ) -> None:
+        """Slots of positions start .. end - 1, and how long the next tokens may take the fast way."""
+        fast = NEVER
+        for index, hold in enumerate(seat.holds):
+            size, ring, at = self._sizes[index], self._ring[index], start
+            group = self.groups[index]
+            assert len(hold.blocks) <= group.blocks_per_row, f"a row outgrows its {group.blocks_per_row} blocks"
+            assert not ring or end <= size or (self._windows[index] + end - start - 1 <= size), "a span outgrows a ring"
+            while at < end:
+                logical = at // size
+                stop = min(end, (logical + 1) * size)
+                hold.base = (hold.blocks[0 if ring else logical - hold.first] - logical) * size
+                slots[index].extend(range(hold.base + at, hold.base + stop))
+                at = stop
+            tables[index].append(hold.blocks)
+            fast = min(fast, -(-end // size) * size)  # the end of the block that is being written
+            if not ring and self._windows[index] != NEVER:  # and before its first block leaves the window
+                fast = min(fast, (hold.first + 1) * size + self._windows[index] - 1)
+        seat.since, seat.fast = end, fast
+
+
+def _release(pool: BlockPool, blocks: list[int]) -> None:
+    for block in reversed(blocks):
+        pool.release(block)

@@ -1,0 +1,147 @@
+"""Memory: the device face of the cache.  It holds tensors and decides nothing.
+
+One store of keys and one of values per layer, ``[blocks, K, block_size, D]``, and per group one column of positions,
+``[blocks, block_size]`` int64.  A slot is visible iff its position is >= 0, which is so iff the row that owns its
+block wrote it: ``apply`` clears blocks that change hands (positions to -1, contents to zero), and nothing ever writes
+block 0 (empty, it pads tables).  So whether rows are contiguous, paged or ring-shaped, one mask rule serves.
+
+Memory must never choose: which block, which row, what to drop are the ledger's integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvad.cache.layout import Table, read, read_column, split, write
+from kvad.cache.sizing import Group
+from kvad.errors import CacheError
+from kvad.ops.attend import Kernel, Reading
+from kvad.ops.lanes import Probe, lane_spans, observe
+from kvad.ops.rotary import Angles
+from kvad.step import Mark, Moves, Reach, Score, Step, View
+
+__all__ = ["Memory"]
+
+
+class Memory:
+    """Stores for every layer of a model, allocated once.
+
+    ``dtype`` is how keys and values are stored; they are widened to the query's dtype when read.  ``probe`` is shown
+    what every layer sees (a debugger's and ``kvad verify``'s seam); it costs the fused kernel.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        kernel: Kernel = "auto",
+        probe: Probe | None = None,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.kernel, self.probe = kernel, probe
+        layers = sum(len(group.layers) for group in self.groups)
+        self.keys: list[Tensor] = [torch.empty(0)] * layers
+        self.values: list[Tensor] = [torch.empty(0)] * layers
+        self.positions: list[Tensor] = []
+        for group in self.groups:
+            spec, shape = group.mixer, (group.blocks, group.mixer.kv_heads, group.block_size)
+            for layer in group.layers:
+                self.keys[layer] = torch.zeros(*shape, spec.head_dim, dtype=dtype, device=device)
+                self.values[layer] = torch.zeros(*shape, spec.value_dim, dtype=dtype, device=device)
+            self.positions.append(torch.full((group.blocks, group.block_size), -1, dtype=torch.int64, device=device))
+
+    def leaves(self) -> list[Tensor]:
+        """Every tensor of the cache, flat: keys and values by layer, then positions by group."""
+        return [*self.keys, *self.values, *self.positions]
+
+    def payload_bytes(self) -> int:
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def column_bytes(self) -> int:
+        return sum(t.nbytes for t in self.positions)
+
+    def release(self) -> None:
+        """Give every store back.  The memory cannot be opened afterwards."""
+        self.keys, self.values, self.positions, self.groups = [], [], [], ()
+
+    def apply(self, moves: Moves) -> None:
+        """Edits between two steps: clear blocks that change hands, then copy on write."""
+        for group, positions, clear, copy in zip(self.groups, self.positions, moves.clear, moves.copy, strict=True):
+            if clear:
+                self._clear(group, positions, torch.tensor(clear, device=positions.device))
+            for source, target, kept in copy:
+                self._copy(group, positions, source, target, kept)
+
+    def _clear(self, group: Group, positions: Tensor, blocks: Tensor) -> None:
+        positions.index_fill_(0, blocks, -1)
+        for layer in group.layers:
+            self.keys[layer].index_fill_(0, blocks, 0)
+            self.values[layer].index_fill_(0, blocks, 0)
+
+    def _copy(self, group: Group, positions: Tensor, source: int, target: int, kept: int) -> None:
+        positions[target, :kept] = positions[source, :kept]
+        positions[target, kept:] = -1
+        for layer in group.layers:
+            self.keys[layer][target] = self.keys[layer][source]
+            self.values[layer][target] = self.values[layer][source]
+
+    def open(self, step: Step) -> Sequence[View]:
+        """Mark the new tokens' slots and build one view per layer; masks and indices are made once per group."""
+        angles = Angles(step.positions)
+        views: list[View | None] = [None] * len(self.keys)
+        for number, group in enumerate(self.groups):
+            shared = _Shared(self, number, step, angles)
+            for layer in group.layers:
+                views[layer] = _MemoryView(shared, layer, self.keys[layer], self.values[layer])
+        return [view for view in views if view is not None]
+
+
+class _Shared:
+    """What the layers of one group share in one step."""
+
+    def __init__(self, memory: Memory, number: int, step: Step, angles: Angles) -> None:
+        group, place = memory.groups[number], step.places[number]
+        positions = memory.positions[number]
+        self.angles, self.lanes, self.spans = angles, step.lanes, lane_spans(step.lanes)
+        self.kernel, self.probe = memory.kernel, memory.probe
+        self.blocks, self.offsets = split(place.slots, group.block_size)
+        positions[self.blocks, self.offsets] = step.positions
+        reach = Reach(group.mixer.causal, group.mixer.window)
+        self.tables, self.readings = [], []
+        for lane, (low, high), blocks in zip(step.lanes, self.spans, place.tables, strict=True):
+            table = Table(blocks, group.block_size, lane.read)
+            queries = Mark(step.positions[low:high].view(lane.rows, lane.new))
+            self.tables.append(table)
+            self.readings.append(Reading(queries, Mark(read_column(positions, table)), reach))
+
+
+class _MemoryView:
+    def __init__(self, shared: _Shared, layer: int, keys: Tensor, values: Tensor) -> None:
+        self._shared, self._layer, self._keys, self._values = shared, layer, keys, values
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
+        shared = self._shared
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise CacheError(
+                "a Memory keeps no graph: no gradient can pass through its keys and values",
+                "train with kvad.model.fresh.Fresh, or run this under torch.no_grad()",
+            )
+        if score.rotary is not None:
+            q, k = shared.angles.rotate(q, score.rotary), shared.angles.rotate(k, score.rotary)
+        write(self._keys, shared.blocks, shared.offsets, k)
+        write(self._values, shared.blocks, shared.offsets, v)
+        outs = []
+        for number, lane in enumerate(shared.lanes):
+            low, high = shared.spans[number]
+            queries = q[low:high].unflatten(0, (lane.rows, lane.new))
+            keys, values = read(self._keys, shared.tables[number]), read(self._values, shared.tables[number])
+            reading = shared.readings[number]
+            outs.append(
+                observe(self._layer, number, queries, keys, values, reading, score, shared.kernel, shared.probe)
+            )
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)

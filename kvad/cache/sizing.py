@@ -1,0 +1,196 @@
+"""How many blocks and bytes a cache takes: pure integers, asked by the real pools and by ``kvad plan`` alike.
+
+The one promise: what these functions say is what Memory allocates, to the byte.  Nothing here imports torch.
+
+Layers with equal specs share a table: one :class:`Group`.  A row of length ``n`` holds in its group
+
+* full attention: every token, ``ceil(n / block_size)`` blocks;
+* a window ``W`` with spans of at most ``C`` new tokens: the first query of a span at position p still needs the keys
+  from ``p - W + 1`` on while the last one is written at ``p + C - 1``: ``W + C - 1`` slots, plus a block because they
+  rarely start at a block's edge.
+
+    W = 6, C = 4, block_size = 4, p = 9:  keys 4..12 = slots of the blocks 1, 2, 3;  ceil(9 / 4) + 1 = 4 are enough.
+
+Contiguous is paged with one block per row (``block_size`` = the whole row, or the whole ring of a window).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+from kvad.config import MixerSpec
+from kvad.errors import ConfigError, MemoryPlanError, nearest
+from kvad.step import RESERVED_BLOCKS
+
+__all__ = [
+    "DTYPE_BYTES",
+    "CacheConfig",
+    "Fit",
+    "Group",
+    "GroupBytes",
+    "cache_bytes",
+    "fit",
+    "group_bytes",
+    "groups",
+]
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+MOST_ROWS = 4096  # fit asks no further
+POSITION_BYTES = 8  # the one column of every slot: its position, int64, once per group
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """What a cache is asked to hold.  ConfigError for a value that cannot be."""
+
+    layout: Literal["paged", "contiguous"] = "paged"
+    dtype: str = "float32"
+    block_size: int = 16  # slots of a block; contiguous: no-op, a block is a row
+    rows: int = 8  # live sequences
+    capacity: int  # tokens of the longest row
+    chunk: int = 512  # the longest span of new tokens of one row in one step
+    blocks: int | None = None  # paged: usable blocks of a full group; None = enough for rows x capacity
+    prefix: bool = True  # reuse the blocks of equal prefixes (paged only: a contiguous row is one block)
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("paged", "contiguous"):
+            raise ConfigError(f"cache.layout: {self.layout!r}", nearest(self.layout, ("paged", "contiguous")))
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"cache.dtype: {self.dtype!r}", nearest(self.dtype, DTYPE_BYTES))
+        for name in ("block_size", "rows", "capacity", "chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"cache.{name}: must be at least 1, found {getattr(self, name)}")
+        if self.blocks is not None and self.blocks < 1:
+            raise ConfigError(f"cache.blocks: must be at least 1, found {self.blocks}")
+        if self.blocks is not None and self.layout == "contiguous":
+            raise ConfigError("cache.blocks: a contiguous cache has one block per row", "set cache.rows")
+
+
+class Group(NamedTuple):
+    """Layers that share a table.  ``blocks`` counts the reserved ones (step.py: empty and bin) too."""
+
+    mixer: MixerSpec
+    layers: tuple[int, ...]
+    block_size: int
+    blocks: int
+    blocks_per_row: int  # live blocks of one row at most; 1 = the row's block is a ring: slot = position % block_size
+
+    @property
+    def usable(self) -> int:
+        """Blocks that rows can own."""
+        return self.blocks - RESERVED_BLOCKS
+
+
+class GroupBytes(NamedTuple):
+    """Bytes of one group's pool.  ``per_row``: one row at its longest; ``per_token``: while it grows."""
+
+    payload: int
+    columns: int
+    per_token_payload: int
+    per_token_columns: int
+    per_row: int
+
+    @property
+    def total(self) -> int:
+        return self.payload + self.columns
+
+
+class Fit(NamedTuple):
+    """``rows`` sequences of ``capacity`` tokens take ``bytes`` bytes of cache."""
+
+    rows: int
+    capacity: int
+    bytes: int
+
+
+def groups(mixers: Iterable[MixerSpec], config: CacheConfig) -> tuple[Group, ...]:
+    """Cache groups in the order of their first layer.  ConfigError for layers that cannot be cached."""
+    layers: dict[MixerSpec, list[int]] = {}
+    for index, mixer in enumerate(mixers):
+        if not mixer.causal:
+            raise ConfigError(
+                f"layer {index} is bidirectional: every new token changes the keys of the ones before it",
+                "a bidirectional model runs without a cache",
+            )
+        layers.setdefault(mixer, []).append(index)
+    if config.blocks is not None and layers and all(mixer.window is not None for mixer in layers):
+        raise ConfigError("cache.blocks: every layer has a window, whose size follows from cache.rows and cache.chunk")
+    return tuple(_group(mixer, tuple(where), config) for mixer, where in layers.items())
+
+
+def _group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig) -> Group:
+    slots = config.capacity
+    if mixer.window is not None:
+        slots = mixer.window + min(config.chunk, config.capacity) - 1
+    if config.layout == "contiguous":
+        return Group(mixer, layers, min(slots, config.capacity), config.rows + RESERVED_BLOCKS, 1)
+    whole = _ceil(config.capacity, config.block_size)
+    if mixer.window is not None:
+        per_row = min(whole, _ceil(slots, config.block_size) + 1)
+        return Group(mixer, layers, config.block_size, config.rows * per_row + RESERVED_BLOCKS, per_row)
+    usable = config.rows * whole if config.blocks is None else config.blocks
+    return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, whole)
+
+
+def group_bytes(group: Group, dtype: str) -> GroupBytes:
+    """``payload = layers * blocks * block_size * K * (D + Dv) * bytes``; columns: one int64 position per slot."""
+    mixer = group.mixer
+    per_token = len(group.layers) * mixer.kv_heads * (mixer.head_dim + mixer.value_dim) * DTYPE_BYTES[dtype]
+    slots = group.blocks * group.block_size
+    per_row = group.blocks_per_row * group.block_size * (per_token + POSITION_BYTES)
+    return GroupBytes(slots * per_token, slots * POSITION_BYTES, per_token, POSITION_BYTES, per_row)
+
+
+def cache_bytes(mixers: Iterable[MixerSpec], config: CacheConfig) -> int:
+    """Payload and columns of every group, reserved blocks included."""
+    return sum(group_bytes(group, config.dtype).total for group in groups(mixers, config))
+
+
+def fit(mixers: Sequence[MixerSpec], config: CacheConfig, budget: int) -> tuple[Fit, ...]:
+    """The largest caches within ``budget`` bytes, for contexts up to ``config.capacity`` tokens.
+
+    One line for 1, 2, 4, ... rows with the longest capacity that each may have (in whole blocks), and one for the
+    most rows that reach ``config.capacity``.  ``config.rows`` and ``config.blocks`` are what is asked: they are not
+    read.  MemoryPlanError when not even one row of one block fits.
+    """
+
+    def cost(rows: int, capacity: int) -> int:
+        return cache_bytes(mixers, replace(config, rows=rows, capacity=capacity, blocks=None))
+
+    def affordable(rows: int, units: int) -> bool:
+        return cost(rows, units * unit) <= budget
+
+    unit = min(config.block_size, config.capacity)
+    if cost(1, unit) > budget:
+        raise MemoryPlanError(
+            f"{budget} bytes hold no cache: one row of {unit} tokens takes {cost(1, unit)} bytes",
+            "give more memory, or a smaller cache dtype",
+        )
+    found: set[tuple[int, int]] = set()
+    rows = 1
+    while cost(rows, unit) <= budget and rows <= MOST_ROWS:
+        if cost(rows, config.capacity) <= budget:
+            found.add((rows, config.capacity))
+        else:
+            found.add((rows, unit * _largest(config.capacity // unit, partial(affordable, rows))))
+        rows *= 2
+    full = _largest(MOST_ROWS, lambda n: cost(n, config.capacity) <= budget)
+    if full:
+        found.add((full, config.capacity))
+    return tuple(Fit(rows, capacity, cost(rows, capacity)) for rows, capacity in sorted(found))
+
+
+def _largest(high: int, holds: Callable[[int], bool]) -> int:
+    """The largest n in 0..high with ``holds(n)``, which must be true up to a point and false after it."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

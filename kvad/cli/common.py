@@ -1,0 +1,94 @@
+"""What several commands share: the MODEL argument, ``--json``, sizes in bytes, and where output goes.
+
+Results go to stdout; progress, notes and errors go to stderr, so that ``kvad ... --json | jq`` always works.
+Imports no torch, and rich only when a console is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvad.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["console", "emit_json", "format_bytes", "json_option", "model_argument", "parse_bytes"]
+
+# Whether the folder is a checkpoint is for kvad.checkpoint to say: it names what is missing.
+model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on stdout.")
+
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?b?)\s*", re.IGNORECASE)
+
+
+def console() -> Console:
+    """A rich console on stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def emit_json(result: object) -> None:
+    """Print ``result`` as one line of JSON on stdout.
+
+    Dataclasses and NamedTuples become objects, paths become strings, NaN and infinities become null (JSON has none).
+    """
+    click.echo(json.dumps(_plain(result), ensure_ascii=False, allow_nan=False))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"emit_json: {type(value).__name__} has no JSON form")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of ``8GiB``, ``512MiB``, ``1.5G``, ``4GB`` or ``1024``.
+
+    ``K M G T`` alone and with ``iB`` are powers of 1024; with ``B`` alone powers of 1000, as on a disk's label.
+
+    Raises:
+        UsageError: not a size, or less than one byte.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or (match["kind"].lower() == "i") or (not match["unit"] and match["kind"].lower() == "ib"):
+        raise UsageError(f"{text!r} is not a size in bytes", "write it like 8GiB, 512MiB, 4GB or 1048576")
+    base = 1000 if match["unit"] and match["kind"].lower() == "b" else 1024
+    size = int(float(match["number"]) * base ** _UNITS[match["unit"].lower()])
+    if size < 1:
+        raise UsageError(f"{text!r} is less than one byte", "write it like 8GiB, 512MiB, 4GB or 1048576")
+    return size
+
+
+def format_bytes(num_bytes: int | float) -> str:
+    """``3221225472`` -> ``3.00 GiB``; under 1 KiB in plain bytes."""
+    size = float(num_bytes)
+    if abs(size) < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if abs(size) < 1023.995:
+            return f"{size:.2f} {unit}"
+    return f"{size / 1024:.2f} TiB"

@@ -1,0 +1,213 @@
+"""``kvad``: the table of commands, and what every command does with errors.
+
+A command's module is imported when that command runs, completes or is asked for its help, never for ``kvad --help``;
+so the list is instant, and a broken command takes no other one down.  Nothing here imports torch.
+
+Exit codes: 0 done; 1 failed while running, or a check that says no; 2 the input cannot be right (nothing was
+changed); 130 Ctrl-C; 141 the reader of our output went away.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import click
+from click.shell_completion import CompletionItem, shell_complete
+
+from kvad import __version__
+from kvad.cli.completion import COMPLETE_VARIABLE
+from kvad.errors import KvadError, nearest
+
+__all__ = ["COMMANDS", "LazyGroup", "cli", "explain", "main"]
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("kvad.cli.demo:demo", "Train a small model here and now, and prove its cache."),
+    "train": ("kvad.cli.train:train", "Train a model on text files."),
+    "generate": ("kvad.cli.generate:generate", "Continue a prompt."),
+    "chat": ("kvad.cli.chat:chat", "Talk with a model."),
+    "tokenize": ("kvad.cli.tokenize:tokenize", "Show the tokens of a text."),
+    "plan": ("kvad.cli.plan:plan", "How much memory will it take? Nothing is loaded."),
+    "verify": ("kvad.cli.verify:verify", "Prove that the cache changes nothing."),
+    "bench": ("kvad.cli.bench:bench", "Time a model, with its cache and without."),
+    "inspect": ("kvad.cli.inspect:inspect", "What is in a checkpoint; draw its attention."),
+    "plot": ("kvad.cli.plot:plot", "Draw figures from JSON lines."),
+    "completion": ("kvad.cli.completion:completion", "Print the completion script of a shell."),
+}
+
+_EXTRAS = {"matplotlib": "plot", "transformers": "oracle"}
+
+_REFUSALS = {
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOSPC: "no space is left on the disk",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.ENOENT: "no such file or folder",
+    errno.ENOTDIR: "it is not a folder",
+    errno.EISDIR: "it is a folder",
+    errno.EEXIST: "it exists already",
+}
+
+
+@dataclass
+class Session:
+    """What the whole invocation knows."""
+
+    debug: bool = False
+
+
+def _set_debug(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    session = ctx.find_object(Session)
+    if value and session is not None:
+        session.debug = True
+
+
+def _debug_option(*, hidden: bool) -> click.Option:
+    return click.Option(
+        ["--debug"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        hidden=hidden,
+        callback=_set_debug,
+        help="Show the traceback of an error.",
+    )
+
+
+def _accept_debug(command: click.Command) -> click.Command:
+    """``kvad --debug train`` and ``kvad train --debug`` are the same."""
+    if all(param.name != "debug" for param in command.params):
+        command.params.append(_debug_option(hidden=True))
+    if isinstance(command, click.Group):
+        for child in command.commands.values():
+            _accept_debug(child)
+    return command
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are ``name -> ("package.module:attribute", one line of help)``."""
+
+    def __init__(self, table: Mapping[str, tuple[str, str]], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.table = dict(table)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, imported now; None for an unknown name.
+
+        Raises:
+            KvadError: the name is listed, but its module is not part of this installation.
+        """
+        if cmd_name not in self.table:
+            return None
+        module, _, attribute = self.table[cmd_name][0].partition(":")
+        try:
+            command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            raise KvadError(f"{cmd_name!r} is not part of this installation: {module} is missing") from error
+        assert isinstance(command, click.Command), f"{module}:{attribute} is not a click command"
+        return _accept_debug(command)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in self.table and not ctx.resilient_parsing:
+            raise click.UsageError(f"No such command {name!r}; {nearest(name, self.table)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, short_help) for name, (_, short_help) in self.table.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [
+            CompletionItem(name, help=text) for name, (_, text) in self.table.items() if name.startswith(incomplete)
+        ]
+        return found or click.Command.shell_complete(self, ctx, incomplete)
+
+
+cli = LazyGroup(
+    COMMANDS,
+    name="kvad",
+    help="Train and run Transformers, with a KV cache that you can see, size, and make prove itself.",
+    epilog="Start with:  kvad demo",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    params=[_debug_option(hidden=False)],
+)
+click.version_option(__version__, prog_name="kvad", message="%(prog)s %(version)s")(cli)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``kvad argv`` and return the exit code; raises nothing but a command's own ``SystemExit``."""
+    if instruction := os.environ.get(COMPLETE_VARIABLE):
+        return shell_complete(cli, {}, "kvad", COMPLETE_VARIABLE, instruction)
+    session = Session()
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv), session)
+    except BrokenPipeError:
+        _silence(sys.stdout)
+        return 141
+    except (KeyboardInterrupt, click.Abort):
+        return 130
+    except click.exceptions.NoArgsIsHelpError as usage:
+        click.echo(usage.format_message(), err=True)
+        return 2
+    except Exception as error:
+        if session.debug:
+            traceback.print_exc()
+        message, hint, code = explain(error)
+        for label, line in (("error", message), ("hint", hint)):
+            if line:
+                click.echo(f"kvad: {label}: " + line.replace("\n", " "), err=True)
+        return code
+
+
+def _run(arguments: list[str], session: Session) -> int:
+    try:
+        with cli.make_context("kvad", arguments, obj=session) as ctx:
+            cli.invoke(ctx)
+        code = 0
+    except click.exceptions.Exit as stop:  # --help, --version, ctx.exit(1)
+        code = stop.exit_code
+    sys.stdout.flush()  # here, where a full disk or a closed pipe can still be reported
+    return code
+
+
+def explain(error: Exception) -> tuple[str, str, int]:
+    """What the user reads of ``error`` (the message, and a hint or ""), and the exit code."""
+    match error:
+        case KvadError():
+            return error.message, error.hint, error.exit_code
+        case click.UsageError():
+            hint = f"see {error.ctx.command_path} --help" if error.ctx else ""
+            return error.format_message(), hint, 2
+        case click.ClickException():
+            return error.format_message(), "", error.exit_code
+        case OSError(errno=int(number)) if number in _REFUSALS:
+            path = f"{error.filename}: " if error.filename else ""
+            return f"{path}{_REFUSALS[number]}", "", 2
+        case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] in _EXTRAS:
+            package = name.partition(".")[0]
+            return f"this needs {package}, which is not installed", f"pip install 'kvad[{_EXTRAS[package]}]'", 2
+        case MemoryError():
+            return "out of memory", "kvad plan says what would fit", 1
+    return f"this is a bug in kvad: {type(error).__name__}: {error}", "--debug shows the traceback", 1
+
+
+def _silence(stream: TextIO) -> None:
+    """Let what is still buffered for a reader that went away go nowhere, instead of failing again at exit."""
+    with suppress(OSError, ValueError):  # a test's stream has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -1,0 +1,248 @@
+"""The engine: submit requests, step, and read pieces of text; many rows share one model and one cache.
+
+One step is: the scheduler places a plan, the runner computes its logits, the sampler chooses, the scheduler settles.
+What fails for one request ends that request with an error piece; its neighbours go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvad.cache.ledger import Ledger
+from kvad.cache.memory import Memory
+from kvad.cache.sizing import CacheConfig, groups
+from kvad.config import mixers
+from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
+from kvad.engine.runner import Runner
+from kvad.engine.sampler import FAULT, Job, sample, score_tokens
+from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
+from kvad.errors import RequestError
+from kvad.model.transformer import Transformer
+from kvad.ops.attend import Kernel
+from kvad.ops.lanes import Probe
+from kvad.text.detokenize import Detokenizer
+from kvad.text.stop import StopStrings
+from kvad.text.tokenizer import Tokenizer
+
+__all__ = ["Engine", "Piece", "StepTimes"]
+
+
+class Piece(NamedTuple):
+    """What one step gave one sample: new text (UTF-8 whole, never part of a stop string), its token, or the end."""
+
+    request: int
+    sample: int
+    text: str = ""
+    token: int | None = None
+    score: TokenScore | None = None
+    prompt: tuple[TokenScore, ...] = ()
+    finish: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass
+class StepTimes:
+    """Where the time went since the engine started, in seconds: ``model`` in the forward pass, ``total`` in all."""
+
+    steps: int = 0
+    tokens: int = 0
+    model: float = 0.0
+    total: float = 0.0
+
+
+class Engine:
+    """One model, one cache, many requests.  Not safe for several threads: :class:`kvad.llm.LLM` holds the lock.
+
+    ``budget``: at most so many new tokens per step; ``cache.chunk``: at most so many of them for one row.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: CacheConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        budget: int = 2048,
+        kernel: Kernel = "auto",
+        probe: Probe | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.cache = model, tokenizer, cache
+        self.device = model.embed.tokens.weight.device
+        placed = groups(mixers(model.config), cache)
+        self.memory = Memory(placed, dtype=getattr(torch, cache.dtype), device=self.device, kernel=kernel, probe=probe)
+        self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows)
+        limit = min(model.config.limit, cache.capacity)
+        self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=cache.chunk, limit=limit)
+        self.runner = Runner(model, self.memory)
+        self.times = StepTimes()
+        self._limit, self._next = limit, 0
+        self._texts: dict[tuple[int, int], _Text] = {}
+        self._usage: dict[int, Usage] = {}
+
+    def submit(self, tokens: Sequence[int], sampling: Sampling, *, salt: str = "") -> int:
+        """Queue a prompt and return the request's number.  RequestError names what cannot be served.
+
+        ``salt`` separates prefix reuse: requests share blocks only with requests of the same salt.
+        """
+        self._check_ids(tokens, sampling)
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this model came without one", "use stop_tokens")
+        request = self._next
+        root, stops = self._root(tokens, sampling, salt), self._stops(sampling)
+        self._usage[request] = self.scheduler.add(request, tokens, sampling, root, stop_tokens=stops)
+        self._next += 1
+        if self.tokenizer is not None:
+            for number in range(sampling.n):
+                self._texts[request, number] = _Text(self.tokenizer, sampling.stop)
+        return request
+
+    def step(self) -> list[Piece]:
+        """Run one plan; an empty list when there is nothing to do."""
+        began = time.perf_counter()
+        plan = self.scheduler.plan()
+        if plan is None:
+            return self._pieces(self.scheduler.drain())
+        inside = time.perf_counter()
+        try:
+            logits = self.runner.run(plan)
+        except Exception:
+            self.scheduler.settle(plan, [Result(fault="the model failed")] * len(plan.work))
+            raise
+        self.times.model += time.perf_counter() - inside
+        events = self.scheduler.settle(plan, _results(plan, logits))
+        self.times.steps += 1
+        self.times.tokens += sum(event.token is not None for event in events)
+        pieces = self._pieces(events)
+        self.times.total += time.perf_counter() - began
+        return pieces
+
+    def usage(self, request: int) -> Usage:
+        """What a request used, kept up to date while it runs; asking after its end forgets it."""
+        usage = self._usage[request]
+        if usage.finished is not None:
+            del self._usage[request]
+        return usage
+
+    def cancel(self, request: int) -> None:
+        """End a request now; its rows are released before the next step."""
+        self.scheduler.cancel(request)
+        self._usage.pop(request, None)
+        for key in [key for key in self._texts if key[0] == request]:
+            del self._texts[key]
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    def close(self) -> None:
+        """Free the pool.  The engine serves nothing afterwards."""
+        self.memory.release()
+
+    def _check_ids(self, tokens: Sequence[int], sampling: Sampling) -> None:
+        vocab = self.model.config.vocab
+        if not tokens:
+            raise RequestError("the prompt is empty", "give at least one token")
+        for where, ids in (
+            ("prompt", tokens),
+            ("logit_bias", sampling.logit_bias),
+            ("stop_tokens", sampling.stop_tokens),
+            ("bad_words", [token for word in sampling.bad_words for token in word]),
+        ):
+            for token in ids:
+                if not 0 <= token < vocab:
+                    raise RequestError(f"{where}: token id {token} is outside the vocabulary of {vocab}")
+
+    def _stops(self, sampling: Sampling) -> frozenset[int]:
+        ends: set[int] = set(sampling.stop_tokens)
+        if self.tokenizer is not None and not sampling.ignore_eos:
+            specials = self.tokenizer.specials
+            ends |= {token for token in (specials.separator, specials.eos) if token is not None}
+        return frozenset(ends)
+
+    def _root(self, tokens: Sequence[int], sampling: Sampling, salt: str) -> bytes:
+        """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
+        wanted = len(tokens) + (self._limit if sampling.max_tokens is None else sampling.max_tokens)
+        regime = self.runner.regime(min(self._limit, wanted))
+        return hashlib.blake2b(f"{salt}\0{self.cache.dtype}\0{regime}".encode(), digest_size=16).digest()
+
+    def _pieces(self, events: Sequence[Event]) -> list[Piece]:
+        pieces = []
+        for event in events:
+            text = self._texts.get((event.request, event.sample))
+            emitted, finish = "", event.finish
+            if text is not None:
+                emitted, stopped = text.push(event.token)
+                if stopped and finish is None:
+                    self.scheduler.finish(event.request, event.sample, "stop")
+                if stopped and finish in (None, "length"):
+                    finish = "stop"
+                if finish is not None:
+                    emitted += text.flush()
+                    del self._texts[event.request, event.sample]
+            pieces.append(
+                Piece(event.request, event.sample, emitted, event.token, event.score, event.prompt, finish, event.error)
+            )
+        return pieces
+
+
+class _Text:
+    """One sample's text: bytes made whole, stop strings found across tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._words, self._stops = Detokenizer(tokenizer), StopStrings(stop)
+        self._stopped = False
+
+    def push(self, token: int | None) -> tuple[str, bool]:
+        if token is None:
+            return "", False
+        text, stopped = self._stops.push(self._words.push(token))
+        self._stopped = stopped is not None
+        return text, self._stopped
+
+    def flush(self) -> str:
+        if self._stopped:
+            return ""
+        text, stopped = self._stops.push(self._words.flush())
+        return text if stopped is not None else text + self._stops.flush()
+
+
+def _results(plan: Plan, logits: Tensor) -> list[Result]:
+    """Sample and score each work's share of the logits [N, V]."""
+    sampled: list[tuple[int, int]] = []
+    start, shares = 0, []
+    for number, work in enumerate(plan.work):
+        stop = start + len(work.wanted)
+        if work.samples:
+            sampled.append((number, stop - 1))
+        shares.append((start, stop - 1 if work.samples else stop))
+        start = stop
+    results = [_scored(work, logits, share) for work, share in zip(plan.work, shares, strict=True)]
+    if sampled:
+        jobs = [_job(plan.work[number]) for number, _ in sampled]
+        for (number, _), chosen in zip(sampled, sample(logits[[at for _, at in sampled]], jobs), strict=True):
+            before = results[number]
+            fault = before.fault or chosen.fault
+            results[number] = Result(chosen.token, chosen.score, before.prompt, fault)
+    return results
+
+
+def _scored(work: Work, logits: Tensor, share: tuple[int, int]) -> Result:
+    low, high = share
+    if low == high:
+        return Result()
+    first = work.start + work.wanted[0] + 1
+    targets = work.row.tokens[first : first + high - low]
+    scores = score_tokens(logits[low:high], targets, work.row.sampling.prompt_logprobs or 0)
+    return Result(fault=FAULT) if scores is None else Result(prompt=tuple(scores))
+
+
+def _job(work: Work) -> Job:
+    row = work.row
+    return Job(row.sampling, row.tokens, row.prompt_len, row.sample, row.stop_tokens)

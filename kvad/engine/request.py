@@ -1,0 +1,151 @@
+"""What a caller asks for (:class:`Sampling`) and what comes back (:class:`Event`): plain values, no torch.
+
+Every field of :class:`Sampling` is applied or refused by name; the ranges are checked once, here.  All sampling state
+is a function of the tokens, the seed, the sample's number and the position: there is nothing to save and nothing that
+a neighbour could change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
+
+from kvad.errors import RequestError, nearest
+
+__all__ = ["Event", "FinishReason", "Result", "Sampling", "TokenScore"]
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 100
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose the next tokens.
+
+    ``temperature`` 0 is greedy (ties: the lowest id).  Filters apply in this order: bans (``bad_words``,
+    ``min_tokens``), ``logit_bias``, penalties, temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``.
+    ``stop_tokens`` end a sample and are not part of its text; ``stop`` are strings, matched across token boundaries.
+    ``ignore_eos`` goes on past the tokenizer's end tokens.  ``logprobs``: the number of alternatives reported beside
+    the chosen token (0 = only the chosen one's, None = none); reported before temperature and filters.
+    ``prompt_logprobs``: likewise for every prompt token but the first.
+    """
+
+    max_tokens: int | None = None  # None: up to the model's limit
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0 = off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0  # > 1 discourages; over prompt and output (Keskar et al. 2019)
+    presence_penalty: float = 0.0  # over the output, once per distinct token
+    frequency_penalty: float = 0.0  # over the output, per occurrence
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not be completed
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @staticmethod
+    def of(**options: Any) -> Sampling:
+        """Build from keywords; RequestError offers the nearest name for an unknown one."""
+        known = [f.name for f in fields(Sampling)]
+        for name in options:
+            if name not in known:
+                raise RequestError(f"unknown sampling option {name!r}", nearest(name, known))
+        return Sampling(**options)
+
+
+def _check(s: Sampling) -> None:
+    _integer("max_tokens", s.max_tokens, 0, None, optional=True)
+    _integer("min_tokens", s.min_tokens, 0, None)
+    _integer("top_k", s.top_k, 0, None)
+    _integer("n", s.n, 1, MAX_SAMPLES)
+    _integer("seed", s.seed, 0, 2**64 - 1)
+    _integer("logprobs", s.logprobs, 0, MAX_LOGPROBS, optional=True)
+    _integer("prompt_logprobs", s.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+    _number("temperature", s.temperature, 0, 100)
+    _number("top_p", s.top_p, 0, 1, above=True)
+    _number("min_p", s.min_p, 0, 1)
+    _number("typical_p", s.typical_p, 0, 1, above=True)
+    _number("repetition_penalty", s.repetition_penalty, 0, 100, above=True)
+    _number("presence_penalty", s.presence_penalty, -100, 100)
+    _number("frequency_penalty", s.frequency_penalty, -100, 100)
+    for token, bias in s.logit_bias.items():
+        _number(f"logit_bias[{token}]", bias, -1000, 1000)
+    if s.max_tokens is not None and s.min_tokens > s.max_tokens:
+        raise RequestError(f"min_tokens {s.min_tokens} exceeds max_tokens {s.max_tokens}")
+    if any(not text for text in s.stop):
+        raise RequestError("stop: an empty string would stop at once")
+    if any(not word for word in s.bad_words):
+        raise RequestError("bad_words: an empty sequence")
+
+
+def _integer(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise RequestError(f"{name}: expected an integer, found {value!r}")
+    if value < low or (high is not None and value > high):
+        raise RequestError(f"{name}: {value} is out of range, must be {_range(low, high)}")
+
+
+def _number(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise RequestError(f"{name}: expected a finite number, found {value!r}")
+    if value < low or value > high or (above and value == low):
+        raise RequestError(
+            f"{name}: {value} is out of range, must be {'above' if above else 'from'} {low:g} to {high:g}"
+        )
+
+
+def _range(low: int, high: int | None) -> str:
+    return f"at least {low}" if high is None else f"from {low} to {high}"
+
+
+class TokenScore(NamedTuple):
+    """A token's log-probability under the model (before temperature and filters) and the best alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Result(NamedTuple):
+    """What the runner and sampler found for one span of a plan.
+
+    ``token`` None: this span ends before its row's last token, so there was nothing to sample.
+    ``prompt``: scores of the prompt tokens that follow this span's wanted positions.
+    ``fault``: why this row's numbers cannot be trusted; its tokens and blocks must not be used.
+    """
+
+    token: int | None = None
+    score: TokenScore | None = None
+    prompt: tuple[TokenScore, ...] = ()
+    fault: str | None = None
+
+
+class Event(NamedTuple):
+    """One thing that happened to one sample of a request: a token, prompt scores, or its end."""
+
+    request: int
+    sample: int
+    token: int | None = None
+    score: TokenScore | None = None
+    prompt: tuple[TokenScore, ...] = ()
+    finish: FinishReason | None = None
+    error: str | None = None

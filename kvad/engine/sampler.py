@@ -1,0 +1,231 @@
+"""From logits to tokens: a fold of small functions over [N, V], each skipped when no row asks for it.
+
+Every function leaves rows that do not use it bit for bit as they were, and a row's draw is a function of its seed,
+sample and position; so what a row gets never depends on its neighbours.  Logits that are NaN or infinite become a
+fault of that row, never a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvad.engine.philox import uniform
+from kvad.engine.request import Sampling, TokenScore
+
+__all__ = ["Chosen", "Job", "sample", "score_tokens"]
+
+
+class Job(NamedTuple):
+    """One row to sample: ``tokens`` is its prompt and output so far, the first ``prompt`` of them the prompt."""
+
+    sampling: Sampling
+    tokens: Sequence[int]
+    prompt: int
+    sample: int
+    stop_tokens: frozenset[int]
+
+
+class Chosen(NamedTuple):
+    token: int
+    score: TokenScore | None
+    fault: str | None
+
+
+FAULT = "numerical error: the model's logits are NaN or infinite"
+NOTHING_LEFT = "every token is banned by logit_bias, bad_words or min_tokens"
+
+
+def sample(logits: Tensor, jobs: Sequence[Job]) -> list[Chosen]:
+    """logits [N, V], one job per row -> one token per row."""
+    raw = logits.float()
+    healthy = torch.isfinite(raw).all(dim=-1).tolist()
+    if not all(healthy):
+        raw = torch.where(torch.isfinite(raw), raw, torch.zeros_like(raw))
+    scores = raw
+    for step in FOLD:
+        scores = step(scores, jobs)
+    tokens = scores.argmax(dim=-1)
+    drawn = [i for i, job in enumerate(jobs) if not job.sampling.greedy]
+    if drawn:
+        tokens[drawn] = _draw(scores[drawn], [jobs[i] for i in drawn])
+    chosen = tokens.tolist()
+    left = (scores.amax(dim=-1) > -math.inf).tolist()
+    reports = _reports(raw, jobs, chosen)
+    return [
+        Chosen(token, report, (None if some else NOTHING_LEFT) if fine else FAULT)
+        for token, report, fine, some in zip(chosen, reports, healthy, left, strict=True)
+    ]
+
+
+def score_tokens(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenScore] | None:
+    """Log-probabilities of ``targets`` [N] under logits [N, V], with the ``top`` best alternatives; None on a fault."""
+    raw = logits.float()
+    if not bool(torch.isfinite(raw).all()):
+        return None
+    return _score(raw, targets, [top] * len(targets))
+
+
+def _reports(raw: Tensor, jobs: Sequence[Job], chosen: Sequence[int]) -> list[TokenScore | None]:
+    asked = [i for i, job in enumerate(jobs) if job.sampling.logprobs is not None]
+    if not asked:
+        return [None] * len(jobs)
+    reports: list[TokenScore | None] = [None] * len(jobs)
+    tops = [jobs[i].sampling.logprobs or 0 for i in asked]
+    for i, score in zip(asked, _score(raw[asked], [chosen[i] for i in asked], tops), strict=True):
+        reports[i] = score
+    return reports
+
+
+def _score(raw: Tensor, targets: Sequence[int], tops: Sequence[int]) -> list[TokenScore]:
+    logprobs = raw.log_softmax(dim=-1)
+    own = logprobs[range(len(targets)), list(targets)].tolist()
+    best = min(max(tops), raw.shape[-1])
+    values, ids = logprobs.topk(best, dim=-1) if best else (logprobs[:, :0], logprobs[:, :0])
+    alternatives = [list(zip(map(int, i), v, strict=True)) for i, v in zip(ids.tolist(), values.tolist(), strict=True)]
+    return [
+        TokenScore(token, logprob, tuple(row[:top]))
+        for token, logprob, row, top in zip(targets, own, alternatives, tops, strict=True)
+    ]
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+
+
+# ---------------------------------------------------------------- the fold
+
+
+def ban(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+    """-inf for what must not come next: the end before ``min_tokens``, the last token of a bad word."""
+    banned = [(i, token) for i, job in enumerate(jobs) for token in _banned(job) if token < scores.shape[-1]]
+    if not banned:
+        return scores
+    scores = scores.clone()
+    rows, tokens = zip(*banned, strict=True)
+    scores[list(rows), list(tokens)] = -math.inf
+    return scores
+
+
+def _banned(job: Job) -> set[int]:
+    s, tokens = job.sampling, job.tokens
+    found = set(job.stop_tokens) if len(tokens) - job.prompt < s.min_tokens else set()
+    for word in s.bad_words:
+        prefix = word[:-1]
+        if not prefix or tuple(tokens[-len(prefix) :]) == tuple(prefix):
+            found.add(word[-1])
+    return found
+
+
+def add_bias(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+    if not any(job.sampling.logit_bias for job in jobs):
+        return scores
+    scores = scores.clone()
+    for i, job in enumerate(jobs):
+        for token, bias in job.sampling.logit_bias.items():
+            scores[i, token] += bias
+    return scores
+
+
+def penalise(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+    """Repetition (Keskar et al. 2019, sec. 4.1): positive logits are divided, negative multiplied, for tokens of the
+    prompt and the output; presence and frequency are subtracted, for tokens of the output."""
+    rows = [i for i, job in enumerate(jobs) if _has_penalty(job.sampling)]
+    if not rows:
+        return scores
+    scores = scores.clone()
+    for i in rows:
+        s, tokens = jobs[i].sampling, torch.tensor(jobs[i].tokens, device=scores.device)
+        seen = tokens.unique()
+        old = scores[i, seen]
+        scores[i, seen] = torch.where(old > 0, old / s.repetition_penalty, old * s.repetition_penalty)
+        output, counts = tokens[jobs[i].prompt :].unique(return_counts=True)
+        scores[i, output] -= s.presence_penalty + s.frequency_penalty * counts.to(scores.dtype)
+    return scores
+
+
+def _has_penalty(s: Sampling) -> bool:
+    return s.repetition_penalty != 1.0 or s.presence_penalty != 0.0 or s.frequency_penalty != 0.0
+
+
+def temper(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+    """z / tau; rows at temperature 0 (greedy) and 1 stay as they are."""
+    if all(job.sampling.temperature in (0.0, 1.0) for job in jobs):
+        return scores
+    return scores / _column([job.sampling.temperature or 1.0 for job in jobs], scores)
+
+
+def keep_top_k(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+    """Fan et al. 2018: the k best; ties with the k-th stay."""
+    vocab = scores.shape[-1]
+    ks = [min(job.sampling.top_k, vocab) if job.sampling.top_k and not job.sampling.greedy else vocab for job in jobs]
+    if all(k == vocab for k in ks):
+        return scores
+    best = scores.topk(max(k for k in ks if k < vocab), dim=-1).values
+    which = torch.tensor([k - 1 if k < vocab else 0 for k in ks], device=scores.device).unsqueeze(-1)
+    floor = best.gather(-1, which)
+    floor = torch.where(torch.tensor([k < vocab for k in ks], device=scores.device).unsqueeze(-1), floor, -math.inf)
+    return scores.masked_fill(scores < floor, -math.inf)
+
+
+def keep_top_p(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+    """Holtzman et al. 2020: the fewest tokens whose probabilities reach p."""
+    ps = [1.0 if job.sampling.greedy else job.sampling.top_p for job in jobs]
+    if all(p >= 1 for p in ps):
+        return scores
+    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
+    probabilities = ordered.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    return _drop(scores, ids, before >= _column([p if p < 1 else math.inf for p in ps], scores))
+
+
+def keep_min_p(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+    """Nguyen et al. 2024: tokens of at least min_p times the best one's probability."""
+    ps = [0.0 if job.sampling.greedy else job.sampling.min_p for job in jobs]
+    if not any(ps):
+        return scores
+    floor = scores.amax(dim=-1, keepdim=True) + _column([math.log(p) if p else -math.inf for p in ps], scores)
+    return scores.masked_fill(scores < floor, -math.inf)
+
+
+def keep_typical(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+    """Meister et al. 2023: the tokens whose surprise is nearest to the entropy, until their mass reaches typical_p."""
+    ps = [1.0 if job.sampling.greedy else job.sampling.typical_p for job in jobs]
+    if all(p >= 1 for p in ps):
+        return scores
+    logprobs = scores.log_softmax(dim=-1)
+    probabilities = logprobs.exp()
+    entropy = -(probabilities * logprobs.masked_fill(probabilities == 0, 0.0)).sum(dim=-1, keepdim=True)
+    ids = (-logprobs - entropy).abs().sort(dim=-1, stable=True).indices
+    ordered = probabilities.gather(-1, ids)
+    before = ordered.cumsum(dim=-1) - ordered
+    return _drop(scores, ids, before >= _column([p if p < 1 else math.inf for p in ps], scores))
+
+
+def _drop(scores: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """-inf where ``out`` (in the order of ``ids``) says so."""
+    return scores.masked_fill(torch.zeros_like(out).scatter(-1, ids, out), -math.inf)
+
+
+FOLD: tuple[Callable[[Tensor, Sequence[Job]], Tensor], ...] = (
+    ban,
+    add_bias,
+    penalise,
+    temper,
+    keep_top_k,
+    keep_top_p,
+    keep_min_p,
+    keep_typical,
+)
+
+
+def _draw(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+    """Inverse transform: the first token at which the cumulated probability exceeds the row's uniform number."""
+    u = uniform([j.sampling.seed for j in jobs], [j.sample for j in jobs], [len(j.tokens) for j in jobs])
+    cumulated = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    threshold = torch.from_numpy(u).to(scores.device).unsqueeze(-1) * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, threshold, right=True).squeeze(-1).clamp(max=scores.shape[-1] - 1)

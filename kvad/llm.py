@@ -1,0 +1,326 @@
+"""The three-line face.
+
+    from kvad import LLM
+    llm = LLM.load("runs/demo")
+    print(llm.generate("def ", max_tokens=64, temperature=0).text)
+
+Every method takes text or token ids, one or many.  Safe to call from several threads: requests of all threads share
+one engine and one batch, and whichever thread holds the lock drives it.  As a context manager it frees its pool.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from kvad.cache.planning import available_bytes, plan_memory, require
+from kvad.cache.sizing import CacheConfig
+from kvad.checkpoint.native import load_model
+from kvad.engine.completion import Completion, Sample, TextScore, Timings, Usage
+from kvad.engine.engine import Engine, Piece
+from kvad.engine.request import Sampling, TokenScore
+from kvad.engine.trace import Trace, trace
+from kvad.errors import EngineError, NumericalError, RequestError
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.step import Lane, Step
+from kvad.text.tokenizer import Tokenizer
+
+__all__ = ["LLM"]
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model, its tokenizer and one engine.  Build it with :meth:`load`, or from parts (tests, research)."""
+
+    def __init__(
+        self, model: Transformer, tokenizer: Tokenizer | None, cache: CacheConfig, *, budget: int = 2048
+    ) -> None:
+        self.model, self.tokenizer, self.cache = model.eval(), tokenizer, cache
+        self.engine = Engine(self.model, cache, tokenizer=tokenizer, budget=budget)
+        self._lock = threading.Lock()
+        self._mail: dict[int, deque[Piece]] = {}
+        self._closed = False
+
+    @staticmethod
+    def load(
+        path: str | Path,
+        *,
+        dtype: str | None = None,
+        device: str = "cpu",
+        memory: CacheConfig | None = None,
+        **cache: Any,
+    ) -> LLM:
+        """Load a checkpoint folder.
+
+        ``dtype``: what the model computes in (default: what the checkpoint stores).  ``memory``: the cache's
+        configuration, or its fields as keywords (``rows=4, capacity=2048, layout="contiguous", dtype="bfloat16"`` goes
+        in ``memory``).  Raises CheckpointError for a folder that is not a whole checkpoint, ConfigError for a cache
+        that cannot be, MemoryPlanError (before anything is allocated) for one that would not fit.
+        """
+        model, checkpoint = load_model(Path(path), dtype=dtype, device=device)
+        config = memory if memory is not None else default_cache(model, **cache)
+        if memory is not None and cache:
+            raise RequestError(f"memory= and {next(iter(cache))}= both given", "put it in the CacheConfig")
+        if torch.device(device).type == "cpu":
+            require(plan_memory(model.config, config), available_bytes())
+        return LLM(model, checkpoint.tokenizer, config)
+
+    # ------------------------------------------------------------ text out
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: str, sampling: Sampling | None = None, **options: Any
+    ) -> Completion: ...
+    @overload
+    def generate(self, prompts: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Completion: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: Sampling | None = None, **options: Any
+    ) -> list[Completion]: ...
+    def generate(self, prompts: Any, sampling: Sampling | None = None, **options: Any) -> Completion | list[Completion]:
+        """Continue one prompt, or many at once.  ``options`` are the fields of :class:`Sampling`.
+
+        Raises RequestError for a prompt or an option that cannot be served, NumericalError when the model's logits
+        are NaN or infinite.
+        """
+        one, many = _one_or_many(prompts)
+        chosen = _sampling(sampling, options)
+        collectors = []
+        try:
+            for prompt in many:
+                collectors.append(self._submit(prompt, chosen))
+            done = [collector.finish() for collector in collectors]
+        except BaseException:
+            self._drop(collectors)
+            raise
+        return done[0] if one else done
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Iterator[Piece]:
+        """Pieces of one prompt's samples as they come; closing the iterator cancels what is left."""
+        collector = self._submit(prompt, _sampling(sampling, options))
+        try:
+            yield from collector.pieces()
+        finally:
+            self._drop([collector])
+
+    # ------------------------------------------------------------ numbers out
+
+    @overload
+    def score(self, texts: str, *, top: int = 0) -> TextScore: ...  # type: ignore[overload-overlap]
+    @overload
+    def score(self, texts: Sequence[int], *, top: int = 0) -> TextScore: ...
+    @overload
+    def score(self, texts: Sequence[str] | Sequence[Sequence[int]], *, top: int = 0) -> list[TextScore]: ...
+    def score(self, texts: Any, *, top: int = 0) -> TextScore | list[TextScore]:
+        """Log-probability of every token given those before it, through the cache; ``top`` alternatives beside each."""
+        one, many = _one_or_many(texts)
+        sampling = Sampling(max_tokens=0, prompt_logprobs=top)
+        collectors = []
+        try:
+            for text in many:
+                collectors.append(self._submit(text, sampling))
+            done = [_text_score(c.tokens, c.finish().prompt_logprobs) for c in collectors]
+        except BaseException:
+            self._drop(collectors)
+            raise
+        return done[0] if one else done
+
+    @torch.inference_mode()
+    def logits(self, prompt: Prompt) -> Tensor:
+        """[T, V] without any cache: what the model says, and what every cache is held against."""
+        tokens = torch.tensor(self.encode(prompt), device=self.engine.device)
+        every = torch.arange(len(tokens), device=tokens.device)
+        limits = torch.full_like(every, len(tokens))
+        step = Step(tokens, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits)
+        return self.model.logits(self.model(step, Fresh(self.model.config)), every)
+
+    def trace(
+        self,
+        prompt: Prompt,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        *,
+        cached: bool = False,
+    ) -> Trace:
+        """Named q, k, v, scores, weights, head outputs and hidden states of the layers and heads asked for."""
+        tokens = self.encode(prompt)
+        pieces = [str(t) if self.tokenizer is None else self.tokenizer.token_text(t) for t in tokens]
+        every = range(self.model.config.decoder.layers)
+        for layer in layers or ():
+            if layer not in every:
+                raise RequestError(f"layer {layer} is not one of 0..{every[-1]}")
+        for layer in layers or every:
+            count = self.model.config.decoder.layer(layer).mixer.heads
+            for head in heads or ():
+                if not 0 <= head < count:
+                    raise RequestError(f"head {head} is not one of 0..{count - 1} of layer {layer}")
+        return trace(self.model, tokens, pieces, layers=list(layers or every), heads=heads, cached=cached)
+
+    # ------------------------------------------------------------ text <-> ids
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; an empty text becomes the token that opens every document."""
+        if not isinstance(prompt, str):
+            tokens = [int(token) for token in prompt]
+        elif self.tokenizer is None:
+            raise RequestError("this model came without a tokenizer", "give token ids")
+        else:
+            tokens = self.tokenizer.encode(prompt)
+        if tokens:
+            self._check_length(tokens)
+            return tokens
+        opening = None if self.tokenizer is None else self.tokenizer.specials.separator
+        if opening is None:
+            raise RequestError("the prompt is empty and this model has no opening token", "give at least one token")
+        return [opening]
+
+    def _check_length(self, tokens: Sequence[int]) -> None:
+        vocab, limit = self.model.config.vocab, self.model.config.limit
+        for token in tokens:
+            if not 0 <= token < vocab:
+                raise RequestError(f"prompt: token id {token} is outside the vocabulary of {vocab}")
+        if len(tokens) > limit:
+            raise RequestError(f"the prompt has {len(tokens)} tokens and the model's limit is {limit}", "shorten it")
+
+    # ------------------------------------------------------------ life
+
+    def close(self) -> None:
+        """Free the pool.  Calls made afterwards raise EngineError; closing twice is fine."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ many callers, one engine
+
+    def _submit(self, prompt: Prompt, sampling: Sampling) -> _Collector:
+        tokens = self.encode(prompt)
+        with self._lock:
+            self._alive()
+            request = self.engine.submit(tokens, sampling)
+            self._mail[request] = deque()
+        return _Collector(self, request, tokens, sampling)
+
+    def _next(self, request: int) -> Piece:
+        """The request's next piece; whoever holds the lock steps the engine for everybody."""
+        while True:
+            with self._lock:
+                self._alive()
+                box = self._mail[request]
+                if box:
+                    return box.popleft()
+                for piece in self.engine.step():
+                    if piece.request in self._mail:
+                        self._mail[piece.request].append(piece)
+
+    def _drop(self, collectors: Sequence[_Collector]) -> None:
+        with self._lock:
+            for collector in collectors:
+                if self._mail.pop(collector.request, None) is not None and not self._closed:
+                    self.engine.cancel(collector.request)
+
+    def _forget(self, request: int) -> None:
+        with self._lock:
+            self._mail.pop(request, None)
+
+    def _alive(self) -> None:
+        if self._closed:
+            raise EngineError("this LLM is closed", "load it again")
+
+
+class _Collector:
+    """Gathers one request's pieces into a Completion."""
+
+    def __init__(self, llm: LLM, request: int, tokens: list[int], sampling: Sampling) -> None:
+        self.llm, self.request, self.tokens, self.sampling = llm, request, tokens, sampling
+        self._began, self._first = time.perf_counter(), 0.0
+
+    def pieces(self) -> Iterator[Piece]:
+        left = self.sampling.n
+        while left:
+            piece = self.llm._next(self.request)
+            if piece.error is not None:
+                kind = NumericalError if piece.error.startswith("numerical") else EngineError
+                raise kind(f"request {self.request}, sample {piece.sample}: {piece.error}")
+            if piece.token is not None and not self._first:
+                self._first = time.perf_counter()
+            left -= piece.finish is not None
+            yield piece
+
+    def finish(self) -> Completion:
+        n = self.sampling.n
+        texts, tokens = [""] * n, [list[int]() for _ in range(n)]
+        scores, reasons = [list[TokenScore]() for _ in range(n)], ["stop"] * n
+        prompt: list[TokenScore] = []
+        for piece in self.pieces():
+            texts[piece.sample] += piece.text
+            prompt.extend(piece.prompt)
+            if piece.token is not None:
+                tokens[piece.sample].append(piece.token)
+            if piece.score is not None:
+                scores[piece.sample].append(piece.score)
+            if piece.finish is not None:
+                reasons[piece.sample] = piece.finish
+        cached = self.llm.engine.usage(self.request).cached
+        self.llm._forget(self.request)
+        samples = tuple(
+            Sample(text, tuple(ids), tuple(score), reason)  # type: ignore[arg-type]
+            for text, ids, score, reason in zip(texts, tokens, scores, reasons, strict=True)
+        )
+        count = sum(map(len, tokens))
+        return Completion(samples, Usage(len(self.tokens), count, cached), self._timings(count), tuple(prompt))
+
+    def _timings(self, count: int) -> Timings:
+        end = time.perf_counter()
+        first = (self._first or end) - self._began
+        decode = end - self._began - first
+        return Timings(first, end - self._began, (count - 1) / decode if count > 1 and decode > 0 else 0.0)
+
+
+def default_cache(model: Transformer, **fields: Any) -> CacheConfig:
+    """Paged, the model's own dtype (float16 compute has none on CPU), eight rows of the model's limit."""
+    dtype = str(model.embed.tokens.weight.dtype).removeprefix("torch.")
+    chosen: dict[str, Any] = {"capacity": model.config.limit, "dtype": dtype, **fields}
+    try:
+        return CacheConfig(**chosen)
+    except TypeError as error:
+        raise RequestError(f"cache: {error}") from error
+
+
+def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
+    if sampling is None:
+        return Sampling.of(**options)
+    if options:
+        raise RequestError(f"sampling= and {next(iter(options))}= both given", "put it in the Sampling")
+    return sampling
+
+
+def _one_or_many(prompts: Any) -> tuple[bool, list[Any]]:
+    """(whether it is one prompt, the prompts): a text, a list of ids, or a list of either."""
+    if isinstance(prompts, str):
+        return True, [prompts]
+    items = list(prompts)
+    one = not items or isinstance(items[0], int)
+    return one, [items] if one else items
+
+
+def _text_score(tokens: Sequence[int], scores: Sequence[TokenScore]) -> TextScore:
+    return TextScore(tuple(tokens), (None, *(s.logprob for s in scores)), ((), *(s.top for s in scores)))

@@ -1,0 +1,131 @@
+"""Position encodings as plain functions of positions and a config.
+
+Sinusoidal tables (Vaswani et al. 2017, sec. 3.5), RoPE frequencies with their scalings (Su et al. 2021; linear,
+dynamic NTK, Llama 3, YaRN, LongRoPE) and ALiBi slopes (Press et al. 2021).  No tensor here depends on how far a
+cache has come: a row's regime follows from its *limit*, fixed at admission.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvad.config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    SinusoidalPositions,
+    YarnScaling,
+)
+
+__all__ = ["alibi_slopes", "depends_on_limit", "rope_factor", "rope_frequencies", "rope_regime", "sinusoid"]
+
+
+def sinusoid(positions: Tensor, width: int, spec: SinusoidalPositions, dtype: torch.dtype = torch.float32) -> Tensor:
+    """positions [T] -> [T, width].
+
+    ``interleaved``: PE(p, 2i) = sin(p / base^(2i/width)), PE(p, 2i+1) = cos of the same.  ``concat`` puts all sines
+    before all cosines; ``fairseq`` likewise with the frequencies exp(-i ln(base) / (width/2 - 1)).
+    """
+    half = width // 2
+    index = torch.arange(half, dtype=torch.float64, device=positions.device)
+    exponent = index / (half - 1) if spec.form == "fairseq" else 2 * index / width
+    angle = (positions + spec.offset).to(torch.float64).unsqueeze(-1) * torch.exp(-math.log(spec.base) * exponent)
+    if spec.form == "interleaved":
+        return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(dtype)
+    return torch.cat((angle.sin(), angle.cos()), dim=-1).to(dtype)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """One slope per head: 2^(-8h/n), h = 1..n, for a power of two n; otherwise the slopes of the next lower power,
+    then every second one of the next higher."""
+    lower = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8 * (i + 1) / lower) for i in range(lower)]
+    between = [2.0 ** (-8 * (i + 1) / (2 * lower)) for i in range(0, 2 * lower, 2)]
+    return (slopes + between)[:heads]
+
+
+def depends_on_limit(rope: Rope) -> bool:
+    """Whether the frequencies differ between rows of different limits."""
+    return isinstance(rope.scaling, (DynamicScaling, LongRopeScaling))
+
+
+def rope_regime(rope: Rope, limit: int) -> int:
+    """Equal for limits that give equal frequencies."""
+    if isinstance(rope.scaling, DynamicScaling):
+        return max(limit, rope.scaling.original)
+    if isinstance(rope.scaling, LongRopeScaling):
+        return int(limit > rope.scaling.original)
+    return 0
+
+
+def rope_frequencies(rope: Rope, dim: int, limit: int) -> Tensor:
+    """Radians per position of each pair, [D_rot/2] in float32, for a row that may reach ``limit`` tokens."""
+    rotated = int(dim * rope.fraction)
+    exponent = torch.arange(0, rotated, 2, dtype=torch.int64).to(torch.float32) / rotated
+    scaling = rope.scaling
+    theta = rope.theta
+    if isinstance(scaling, DynamicScaling) and limit > scaling.original:
+        growth = scaling.factor * limit / scaling.original - (scaling.factor - 1)
+        theta = theta * growth ** (rotated / (rotated - 2))
+    frequencies = 1.0 / (theta**exponent)
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(frequencies, scaling)
+    if isinstance(scaling, YarnScaling):
+        return _yarn(frequencies, scaling, rope.theta, rotated)
+    if isinstance(scaling, LongRopeScaling):
+        factors = scaling.long if limit > scaling.original else scaling.short
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponent)
+    return frequencies
+
+
+def rope_factor(rope: Rope, limit: int) -> float:
+    """What multiplies cos and sin.  ``limit`` is the model's, not the row's: one factor per model."""
+    scaling = rope.scaling
+    if isinstance(scaling, YarnScaling):
+        return _yarn_factor(scaling)
+    if isinstance(scaling, LongRopeScaling):
+        if scaling.attention_factor is not None:
+            return scaling.attention_factor
+        growth = scaling.factor if scaling.factor is not None else limit / scaling.original
+        return 1.0 if growth <= 1 else math.sqrt(1 + math.log(growth) / math.log(scaling.original))
+    return 1.0
+
+
+def _llama3(frequencies: Tensor, s: Llama3Scaling) -> Tensor:
+    wavelength = 2 * math.pi / frequencies
+    smooth = (s.original / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    between = (1 - smooth) * frequencies / s.factor + smooth * frequencies
+    long, short = s.original / s.low_freq_factor, s.original / s.high_freq_factor
+    scaled = torch.where(wavelength > long, frequencies / s.factor, between)
+    return torch.where(wavelength < short, frequencies, scaled)
+
+
+def _yarn(frequencies: Tensor, s: YarnScaling, theta: float, rotated: int) -> Tensor:
+    def dimension(turns: float) -> float:
+        return rotated * math.log(s.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(s.beta_fast), dimension(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    width = high - low if high != low else 0.001
+    ramp = ((torch.arange(rotated // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return frequencies / s.factor * ramp + frequencies * (1 - ramp)
+
+
+def _yarn_factor(s: YarnScaling) -> float:
+    def mscale(weight: float) -> float:
+        return 1.0 if s.factor <= 1 else 0.1 * weight * math.log(s.factor) + 1.0
+
+    if s.attention_factor is not None:
+        return s.attention_factor
+    if s.mscale and s.mscale_all_dim:
+        return mscale(s.mscale) / mscale(s.mscale_all_dim)
+    return mscale(1.0)

@@ -1,0 +1,1 @@
+"""Pure tensor functions; the only place where a kernel is chosen."""

@@ -1,0 +1,190 @@
+"""The contract between the host, the model and the memory: types only, no behaviour but the mask's definition.
+
+Letters, everywhere in kvad:
+
+==  =====================================  ==  ==========================================
+B   rows (live sequences)                  N   positions whose logits are wanted
+R   rows of one lane                       P   blocks that a row may read
+L   new tokens of each row of a lane       H   query heads
+T   new tokens in the step (all lanes)     K   key-value heads
+S   slots that a row may read              D   head dim (``Dv`` where values differ)
+V   vocabulary                             E   model width
+==  =====================================  ==  ==========================================
+
+Tokens travel flat: ``[T]``, ``[T, E]``, ``[T, H, D]``.  A step's lanes cut the flat tokens into rectangles, so
+``x[start : start + rows * new].view(rows, new, ...)`` is a view and there is no padding to get wrong.
+
+    lanes = (Lane(rows=2, new=1, read=48), Lane(rows=1, new=5, read=16))      # T = 2 + 5 = 7
+    flat  =  a  b | c0 c1 c2 c3 c4                                            # two rows decode, one prefills
+
+torch is imported for type checkers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "BIN_BLOCK",
+    "EMPTY_BLOCK",
+    "RESERVED_BLOCKS",
+    "Buckets",
+    "Lane",
+    "Mark",
+    "Memory",
+    "Moves",
+    "Place",
+    "Reach",
+    "Rotary",
+    "Score",
+    "Slopes",
+    "Step",
+    "View",
+]
+
+EMPTY_BLOCK = 0  # pads tables; never written, so its positions stay -1 and nothing in it is visible
+BIN_BLOCK = 1  # takes the writes of padding tokens; stands in no table
+RESERVED_BLOCKS = 2
+
+
+class Lane(NamedTuple):
+    """A rectangle of the step: ``rows`` rows of ``new`` tokens each, that read ``read`` slots each."""
+
+    rows: int
+    new: int
+    read: int
+
+
+class Mark(NamedTuple):
+    """What decides visibility: ``position`` (int64, -1 = nothing there) and, in packed training, ``document``."""
+
+    position: Tensor
+    document: Tensor | None = None
+
+
+class Place(NamedTuple):
+    """Where one cache group keeps a step's tokens.
+
+    ``slots`` [T] int64: the slot (block * block_size + offset) that each new token is written to.
+    ``tables``: one per lane, [rows, P] int64, the blocks that each row may read, padded with :data:`EMPTY_BLOCK`.
+    """
+
+    slots: Tensor
+    tables: tuple[Tensor, ...]
+
+
+class Step(NamedTuple):
+    """All inputs of one forward pass: plain tensors, and the lanes as Python integers.
+
+    ``tokens`` [T] int64; ``positions`` [T] int64; ``documents`` [T] int64 in packed training, else None;
+    ``wanted`` [N] int64, indices in T whose logits are wanted; ``limits`` [T] int64, the length that each token's row
+    may reach, fixed at admission (it decides the rotary regime of dynamic and longrope scaling; None = the model's
+    own limit); ``places``: one per cache group, ``()`` for Fresh.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    lanes: tuple[Lane, ...]
+    wanted: Tensor
+    documents: Tensor | None = None
+    limits: Tensor | None = None
+    places: tuple[Place, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Who may see whom: the one definition of truth for masks.
+
+    ``causal``: a query sees keys at its own position and before.  ``window`` counts visible keys, oneself included:
+    causal ``0 <= q - k < window``, bidirectional ``|q - k| < window``.  A key at position < 0 is never visible, and
+    tokens of different documents never see each other.
+    """
+
+    causal: bool = True
+    window: int | None = None
+
+    def allows(self, q: Mark, k: Mark) -> Tensor:
+        """Visibility [..., L, S] of keys ``k`` ([..., S]) to queries ``q`` ([..., L])."""
+        ahead = q.position.unsqueeze(-1) - k.position.unsqueeze(-2)
+        seen = (k.position >= 0).unsqueeze(-2)
+        if self.causal:
+            seen = seen & (ahead >= 0)
+            if self.window is not None:
+                seen = seen & (ahead < self.window)
+        elif self.window is not None:
+            seen = seen & (ahead.abs() < self.window)
+        else:
+            seen = seen.expand(ahead.shape)
+        if q.document is not None and k.document is not None:
+            seen = seen & (q.document.unsqueeze(-1) == k.document.unsqueeze(-2))
+        return seen
+
+
+class Rotary(NamedTuple):
+    """RoPE as data (Su et al. 2021, sec. 3.2.2): pair i of a head turns by ``position * inv_freq[i]`` radians.
+
+    ``inv_freq`` [D_rot/2], or [T, D_rot/2] where the regime depends on the row; the first ``D_rot`` dimensions turn.
+    ``interleaved``: pairs are (0,1), (2,3), ... (GPT-J) instead of (0, D_rot/2), (1, D_rot/2 + 1), ... (GPT-NeoX).
+    ``factor`` multiplies cos and sin (YaRN, longrope).
+    """
+
+    inv_freq: Tensor
+    interleaved: bool
+    factor: float
+
+
+class Slopes(NamedTuple):
+    """ALiBi (Press et al. 2021, sec. 3): the logit gets ``-slopes[h] * |q - k|``. ``slopes`` [H]."""
+
+    slopes: Tensor
+
+
+class Buckets(NamedTuple):
+    """T5 relative bias (Raffel et al. 2020, sec. 2.1): ``table`` [num_buckets, H] indexed by the bucket of k - q."""
+
+    table: Tensor
+    max_distance: int
+    bidirectional: bool
+
+
+class Score(NamedTuple):
+    """How q.k becomes a logit, as data: ``softcap(scale * rotate(q).rotate(k)) + bias``; ``sink_logits`` [H] join the
+    softmax's denominator only (a head may attend to nothing)."""
+
+    scale: float
+    softcap: float | None = None
+    rotary: Rotary | None = None
+    bias: Slopes | Buckets | None = None
+    sink_logits: Tensor | None = None
+
+
+class View(Protocol):
+    """What one attention layer sees of a memory."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
+        """q [T, H, D], k [T, K, D], v [T, K, Dv] -> [T, H, Dv].  Rotates, writes, reads, attends."""
+        ...
+
+
+class Moves(NamedTuple):
+    """Edits of bytes between two steps, per cache group, in this order; plain integers from the ledger.
+
+    ``clear``: blocks that change hands: their positions become -1 and their contents zero.
+    ``copy``: (source block, target block, slots kept): copy-on-write; the target's other slots are empty.
+    """
+
+    clear: tuple[tuple[int, ...], ...]
+    copy: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+class Memory(Protocol):
+    """Fresh (forgets) or a cache: the model does not know which."""
+
+    def open(self, step: Step) -> Sequence[View]:
+        """One view per attention layer, for this step only."""
+        ...

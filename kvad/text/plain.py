@@ -1,0 +1,222 @@
+"""Tokenizers that are a plain table: bytes, characters, and the base that ``words.py`` shares.
+
+Their file is ``{"kvad": {"kind": ..., "specials": [roles], ...}}``, in ``tokenizer.json``.  Ids of the byte tokenizer
+are the byte values, its specials follow (256, ...); characters and words come after the specials (0, ...).
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from kvad.errors import DataError, TokenizerError
+from kvad.text.base import (
+    FILE_NAME,
+    NAMES,
+    OnUnknown,
+    Specials,
+    check_on_unknown,
+    check_text,
+    check_texts,
+    cut,
+    out_of_range,
+    printable,
+    report_unknown,
+    standard_specials,
+    write_text,
+)
+
+__all__ = ["ByteTokenizer", "CharTokenizer", "TableTokenizer", "field", "most_frequent", "room_for_tokens"]
+
+
+class TableTokenizer(ABC):
+    """A list of tokens; a subclass says how text is cut (``_ids_of``) and may say how tokens join (``joiner``)."""
+
+    kind: ClassVar[str]
+    unit: ClassVar[str]  # what a token is called in a message
+    on_unknown: OnUnknown
+
+    def __init__(self, pieces: Sequence[bytes], specials: Specials, on_unknown: str = "warn") -> None:
+        """``pieces``: the bytes of every id in order, ``b""`` for the special ones."""
+        self.specials = specials
+        self.vocab_size = len(pieces)
+        self.on_unknown = check_on_unknown(on_unknown)
+        self._pieces = list(pieces)
+        self._names = {token_id: name.encode() for name, token_id in specials.named}
+        self._special_pattern = re.compile("(" + "|".join(re.escape(name) for name, _ in specials.named) + ")")
+
+    @abstractmethod
+    def _ids_of(self, text: str, unknown: Counter[str]) -> list[int]:
+        """Ids of an ordinary text; what the table lacks becomes UNK and is counted in ``unknown``."""
+
+    @abstractmethod
+    def _content(self) -> dict[str, Any]:
+        """What the file holds beside ``kind`` and ``specials``."""
+
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+        return self.encode_batch([text], specials=specials)[0]
+
+    def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]:
+        unknown: Counter[str] = Counter()
+        rows = [self._encode(text, specials, unknown) for text in check_texts(texts)]
+        has_unk = self.specials.unk is not None
+        report_unknown(unknown, self.unit, f"{self.unit}s", has_unk=has_unk, on_unknown=self.on_unknown)
+        return rows
+
+    def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
+        check_text(text)
+        ids: list[int] = []
+        names = self.specials.names()
+        # split() with a group: ordinary text at even places, a special token's name at odd ones
+        for place, part in enumerate(self._special_pattern.split(text) if specials else [text]):
+            if place % 2:
+                ids.append(names[part])
+                continue
+            for piece in cut(part):
+                ids += self._ids_of(piece, unknown)
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
+        return b"".join(map(self.joiner(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
+
+    def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
+        return self.token_bytes if skip_specials else self._shown
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self.vocab_size:  # a negative index would quietly count from the end
+            raise out_of_range(token_id, self.vocab_size)
+        return self._pieces[token_id]
+
+    def _shown(self, token_id: int) -> bytes:
+        return self._names.get(token_id) or self.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        return printable(self._shown(token_id))
+
+    def _file_text(self) -> str:
+        roles = [role for role in NAMES if getattr(self.specials, role) is not None]
+        content = {"kind": self.kind, "specials": roles, **self._content()}
+        return json.dumps({"kvad": content}, ensure_ascii=False, indent=1) + "\n"
+
+    def save(self, folder: Path) -> None:
+        write_text(Path(folder) / FILE_NAME, self._file_text())
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self._file_text().encode()).hexdigest()
+
+
+class ByteTokenizer(TableTokenizer):
+    """One id per byte of the UTF-8 text: nothing is unknown, nothing has to be learned."""
+
+    kind = "byte"
+    unit = "byte"
+
+    def __init__(self, roles: Sequence[str] = (), *, on_unknown: str = "warn") -> None:
+        specials = standard_specials(roles, first=256)
+        pieces = [bytes([value]) for value in range(256)] + [b""] * len(specials.named)
+        super().__init__(pieces, specials, on_unknown)
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> ByteTokenizer:
+        return cls(field(content, "specials", list), on_unknown=on_unknown)
+
+    def _ids_of(self, text: str, unknown: Counter[str]) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def _content(self) -> dict[str, Any]:
+        return {}
+
+
+class CharTokenizer(TableTokenizer):
+    """One id per Unicode code point of the training text (``lower``: of the lower-cased text)."""
+
+    kind = "char"
+    unit = "character"
+
+    def __init__(
+        self, chars: Sequence[str], roles: Sequence[str] = ("unk",), *, lower: bool = False, on_unknown: str = "warn"
+    ) -> None:
+        specials = standard_specials(roles, first=0)
+        first = len(specials.named)
+        super().__init__([b""] * first + [char.encode() for char in chars], specials, on_unknown)
+        self.lower = lower
+        self._chars = list(chars)
+        self._ids = {char: first + i for i, char in enumerate(chars)}
+
+    @classmethod
+    def train(
+        cls,
+        texts: Iterable[str],
+        roles: Sequence[str] = ("unk",),
+        *,
+        vocab_size: int = 4096,
+        min_freq: int = 1,
+        lower: bool = False,
+        on_unknown: str = "warn",
+    ) -> CharTokenizer:
+        """The most frequent characters, with ids in code point order."""
+        room = room_for_tokens(vocab_size, roles)
+        counts: Counter[str] = Counter()
+        for text in texts:
+            counts.update(text.lower() if lower else text)
+        return cls(sorted(most_frequent(counts, room, min_freq)), roles, lower=lower, on_unknown=on_unknown)
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> CharTokenizer:
+        chars = field(content, "tokens", list)
+        if not all(len(char) == 1 for char in chars):
+            raise TokenizerError("'tokens' of a character tokenizer must be single characters")
+        lower = field(content, "lower", bool)
+        return cls(chars, field(content, "specials", list), lower=lower, on_unknown=on_unknown)
+
+    def _ids_of(self, text: str, unknown: Counter[str]) -> list[int]:
+        text = text.lower() if self.lower else text
+        found = list(map(self._ids.get, text))
+        if None in found:
+            unknown.update(char for char, token_id in zip(text, found, strict=True) if token_id is None)
+        unk = self.specials.unk or 0  # without an UNK the report of the unknown raises
+        return [unk if token_id is None else token_id for token_id in found]
+
+    def _content(self) -> dict[str, Any]:
+        return {"lower": self.lower, "tokens": self._chars}
+
+
+def room_for_tokens(vocab_size: int, roles: Sequence[str]) -> int:
+    """How many tokens a vocabulary of ``vocab_size`` has beside its specials: at least one."""
+    num_specials = len(standard_specials(roles, 0).named)
+    if vocab_size <= num_specials:
+        raise TokenizerError(
+            f"vocab_size {vocab_size} is too small", f"at least {num_specials + 1}: {num_specials} are special tokens"
+        )
+    return vocab_size - num_specials
+
+
+def most_frequent(counts: Counter[str], room: int, min_freq: int) -> list[str]:
+    """At most ``room`` tokens that occur ``min_freq`` times or more; the most frequent first, ties in text order."""
+    ranked = sorted((token for token in counts if counts[token] >= min_freq), key=lambda token: (-counts[token], token))
+    if counts and not ranked:
+        raise DataError(f"nothing in the corpus occurs {min_freq} times or more", "lower min_freq")
+    return ranked[:room]
+
+
+def field(content: Mapping[str, Any], key: str, type_: type) -> Any:
+    """A checked value of a tokenizer file; a list must hold distinct, valid, non-empty strings."""
+    value = content.get(key)
+    if not isinstance(value, type_):
+        raise TokenizerError(f"{key!r} must be a {type_.__name__}" if key in content else f"{key!r} is missing")
+    if isinstance(value, list):
+        if not all(isinstance(item, str) and item for item in value):
+            raise TokenizerError(f"{key!r} must hold non-empty strings only")
+        if len(set(value)) != len(value):
+            twice = next(item for item, count in Counter(value).items() if count > 1)
+            raise TokenizerError(f"{key!r} holds {twice!r} twice")
+        for item in value:
+            check_text(item)
+    return value

@@ -1,0 +1,43 @@
+"""Settings of every test: a known number of threads, reproducible hypothesis, and ``--sample N`` of a suite."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before anything imports torch: workers side by side must not fight over the cores, and sums must not depend on them.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+settings.register_profile(
+    "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("long", parent=settings.get_profile("ci"), max_examples=1000)
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample",
+        type=int,
+        metavar="N",
+        help="run only N of the collected tests, spread evenly, and of the long ones those of a minute or less",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    wanted: int | None = config.getoption("--sample")
+    if wanted is None:
+        return
+    brief = [item for item in items if _minutes(item) <= 1]
+    chosen = brief[:: max(1, -(-len(brief) // wanted))]
+    kept = set(map(id, chosen))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = chosen
+
+
+def _minutes(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("long")
+    return float(marker.kwargs.get("minutes", 1)) if marker else 0.0

@@ -1,0 +1,85 @@
+"""What caching costs and saves (004 sections 3.1, 3.2, 4.3, 4.7; 003): counted in products, not clocked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from kvad.cache.memory import Memory
+from kvad.cache.sizing import CacheConfig, groups
+from kvad.config import Rope, mixers
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.ops.attend import SCORE_BUDGET, Reading
+from kvad.step import RESERVED_BLOCKS, Lane, Mark, Place, Reach, Step
+
+Build = Callable[..., Transformer]
+
+
+def counted(run: Callable[[], None]) -> tuple[int, int]:
+    """FLOPs of (projections and MLP, attention): products of [T, ...] with weights, and of q, k, v with each other."""
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        run()
+    found = {str(op).rpartition(".")[2]: n for op, n in counter.get_flop_counts()["Global"].items()}
+    assert set(found) <= {"mm", "addmm", "bmm"}
+    return found.get("mm", 0) + found["addmm"], found["bmm"]
+
+
+def uncached(model: Transformer, lengths: range) -> Callable[[], None]:
+    def run() -> None:
+        for n in lengths:
+            tokens = torch.arange(n) % 32
+            model(Step(tokens, tokens, (Lane(1, n, n),), tokens), Fresh(model.config, kernel="reference"))
+
+    return run
+
+
+def cached(model: Transformer, n: int) -> Callable[[], None]:
+    placed = groups(mixers(model.config), CacheConfig(layout="contiguous", rows=1, capacity=n, dtype="float64"))
+    memory = Memory(placed, dtype=torch.float64, kernel="reference")
+
+    def run() -> None:
+        for t in range(n):
+            place = Place(torch.tensor([RESERVED_BLOCKS * n + t]), (torch.tensor([[RESERVED_BLOCKS]]),))
+            at = torch.tensor([t])
+            model(Step(at % 32, at, (Lane(1, 1, t + 1),), torch.tensor([0]), places=(place,)), memory)
+
+    return run
+
+
+@pytest.mark.parametrize("n", [16, 64])
+def test_what_recomputation_costs(n: int, build: Build) -> None:
+    """004 section 4.7 calls it "a larger constant factor": it grows with N, 2N/3 in attention, N/2 in projections."""
+    model = build(position=Rope())
+    every_time, once = counted(uncached(model, range(1, n + 1))), counted(cached(model, n))
+    projections, attention = (a / b for a, b in zip(every_time, once, strict=True))
+    assert projections == (n + 1) / 2
+    assert attention == pytest.approx((2 * n + 1) / 3)
+
+
+def test_what_a_step_costs(build: Build) -> None:
+    """004 section 4.7: with the cache a step costs O(d^2) in projections, whatever T, and O(T d) in attention."""
+    model = build(position=Rope())
+    per_step = [
+        [b - a for a, b in zip(counted(cached(model, t)), counted(cached(model, t + 1)), strict=True)]
+        for t in (15, 31, 63)
+    ]
+    assert per_step[0][0] == per_step[1][0] == per_step[2][0]
+    assert [attention / per_step[0][1] for _, attention in per_step] == [1, 2, 4]  # 16, 32, 64 keys
+    whole = [counted(uncached(model, range(t, t + 1))) for t in (16, 32, 64)]
+    assert [projections / whole[0][0] for projections, _ in whole] == [1, 2, 4]  # O(T d^2) again for each token
+    assert [attention / whole[0][1] for _, attention in whole] == [1, 4, 16]  # O(T^2 d) again for each token
+
+
+def test_doubling_the_length_quadruples_the_products_but_not_the_memory(build: Build) -> None:
+    """004 section 3.1: the number of products, yes; the scores are made in blocks of queries, so memory stays."""
+    model = build(position=Rope())
+    (_, one), (_, two) = (counted(uncached(model, range(n, n + 1))) for n in (64, 128))
+    assert two == 4 * one
+    for n in (1 << 14, 1 << 15, 1 << 16):
+        mark = Mark(torch.arange(n)[None])
+        queries = Reading(mark, mark, Reach()).queries_at_once(heads=8, scores=True)
+        assert 1 <= queries < n and queries * n * 8 <= SCORE_BUDGET

@@ -1,0 +1,91 @@
+"""Stop strings against their naive definition, however the text is pushed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvad.errors import RequestError
+from kvad.text.stop import StopStrings
+
+
+def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
+    found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
+    if not found:
+        return text, None
+    _, start, stop = min(found)
+    return text[:start], stop
+
+
+def run(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
+    matcher = StopStrings(stops)
+    emitted, stopped = "", None
+    for piece in pieces:
+        more, stopped = matcher.push(piece)
+        emitted += more
+    return emitted + matcher.flush(), stopped
+
+
+FEW = st.text(st.sampled_from("ab\n"), max_size=4)
+
+
+@given(pieces=st.lists(FEW, max_size=12), stops=st.lists(FEW.filter(bool), max_size=3))
+def test_naive_definition(pieces: list[str], stops: list[str]) -> None:
+    assert run(pieces, stops) == naive("".join(pieces), stops)
+
+
+@given(text=st.text(st.sampled_from("ab"), max_size=20), stops=st.lists(FEW.filter(bool), min_size=1, max_size=3))
+def test_only_a_prefix_of_a_stop_is_held(text: str, stops: list[str]) -> None:
+    matcher = StopStrings(stops)
+    emitted = ""
+    for end, char in enumerate(text, 1):
+        more, stopped = matcher.push(char)
+        emitted += more
+        if stopped is not None:
+            return
+        held = text[len(emitted) : end]
+        assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "expected"),
+    [
+        (["def f", "oo\n", "\nclass"], ["\n\n"], ("def foo", "\n\n")),
+        (["<|e", "nd|", ">x"], ["<|end|>"], ("", "<|end|>")),
+        (["aab"], ["ab"], ("a", "ab")),
+        (["a", "a", "b"], ["aab", "ab"], ("", "aab")),  # both end here: the one that began first
+        (["abc", "d"], ["abcd", "bc"], ("a", "bc")),  # complete first
+        (["un", "finished <|en"], ["<|end|>"], ("unfinished <|en", None)),
+        (["끝", "이다"], ["이"], ("끝", "이")),
+        (["x"], [], ("x", None)),
+    ],
+)
+def test_examples(pieces: list[str], stops: list[str], expected: tuple[str, str | None]) -> None:
+    assert run(pieces, stops) == expected == naive("".join(pieces), stops)
+
+
+def test_after_a_stop_nothing_comes() -> None:
+    matcher = StopStrings(["b"])
+    assert matcher.push("abc") == ("a", "b")
+    assert matcher.push("more") == ("", "b")
+    assert matcher.flush() == ""
+
+
+def test_text_flows_when_it_cannot_be_a_stop() -> None:
+    matcher = StopStrings(["###"])
+    assert [matcher.push(piece)[0] for piece in ("a", "#", "b", "##", "c")] == ["a", "", "#b", "", "##c"]
+
+
+def test_refused() -> None:
+    with pytest.raises(RequestError, match="empty"):
+        StopStrings(["a", ""])
+    with pytest.raises(RequestError, match="must be a list"):
+        StopStrings("ab")
+
+
+def test_the_oracle_objects_to_a_matcher_that_forgets() -> None:
+    """Looking at each piece alone misses a stop across a boundary."""
+    pieces, stops = ["a\n", "\nb"], ["\n\n"]
+    alone = "".join(naive(piece, stops)[0] for piece in pieces)
+    assert (alone, None) != naive("".join(pieces), stops) == run(pieces, stops)

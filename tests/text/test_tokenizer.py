@@ -1,0 +1,240 @@
+"""What holds for every kind of tokenizer, and what each refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvad.errors import DataError, SaveError, TokenizerError
+from kvad.text.base import NAMES
+from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+LOSSLESS = ("bpe", "byte", "char")
+
+
+def test_text_comes_back(tokenizer: Tokenizer, documents: list[str]) -> None:
+    for text in ["", *documents]:
+        ids = tokenizer.encode(text)
+        assert all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in ids)
+        if tokenizer.kind in LOSSLESS:
+            assert tokenizer.decode(ids) == text
+        else:
+            assert tokenizer.encode(tokenizer.decode(ids)) == ids
+            assert "".join(tokenizer.decode(ids).split()) == "".join(text.split())
+
+
+def test_batch_is_one_by_one(tokenizer: Tokenizer, documents: list[str]) -> None:
+    texts = ["", *documents, "a"]
+    assert tokenizer.encode_batch(iter(texts)) == [tokenizer.encode(text) for text in texts]
+    assert tokenizer.encode_batch([]) == []
+
+
+def test_specials_are_never_made_by_accident(tokenizer: Tokenizer) -> None:
+    names = tokenizer.specials.names()
+    assert list(names) == list(NAMES.values())
+    assert len(set(names.values())) == 5
+    for role, name in NAMES.items():
+        token = names[name]
+        assert getattr(tokenizer.specials, role) == token
+        plain = tokenizer.encode(f"def {name} end")
+        asked = tokenizer.encode(f"def {name} end", specials=True)
+        assert token not in plain or role == "unk"  # a char or word tokenizer may not know "<"
+        assert asked.count(token) == 1
+        assert tokenizer.token_bytes(token) == b""
+        assert tokenizer.token_text(token) == name
+        assert name not in tokenizer.decode(asked)
+        assert name in tokenizer.decode(asked, skip_specials=False)
+
+
+def test_token_bytes_spell_the_text(tokenizer: Tokenizer) -> None:
+    text = "def f(self): return 세계 🙂\n"
+    spelled = b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))).decode()
+    assert spelled == (text.replace(" ", "") if tokenizer.kind == "word" else text)  # there, spaces are no token's
+    assert all(tokenizer.token_text(token).isprintable() for token in range(tokenizer.vocab_size))
+
+
+@pytest.mark.parametrize("by", ["folder", "file", "str"])
+def test_save_and_load(tokenizer: Tokenizer, documents: list[str], tmp_path: Path, by: str) -> None:
+    tokenizer.save(tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    assert [path.name for path in folder.iterdir()] == ["tokenizer.json"]
+    again = load_tokenizer({"folder": folder, "file": folder / "tokenizer.json", "str": str(folder)}[by])
+    assert (again.kind, again.vocab_size, again.specials) == (tokenizer.kind, tokenizer.vocab_size, tokenizer.specials)
+    assert again.encode_batch(documents) == tokenizer.encode_batch(documents)
+    assert again.fingerprint() == tokenizer.fingerprint()
+    again.save(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_fingerprints_differ(tokenizers: dict[str, Tokenizer], documents: list[str]) -> None:
+    others = [
+        train_tokenizer("char", documents),
+        train_tokenizer("char", documents, lower=True),
+        train_tokenizer("word", documents, split="whitespace"),
+        train_tokenizer("bpe", documents, vocab_size=300),
+        train_tokenizer("byte", []),
+    ]
+    prints = [tokenizer.fingerprint() for tokenizer in [*tokenizers.values(), *others]]
+    assert len(set(prints)) == len(prints)
+    assert all(len(bytes.fromhex(one)) == 32 for one in prints)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char", "word"])
+def test_training_is_deterministic_between_processes(kind: str, documents: list[str], tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.json"
+    corpus.write_text(json.dumps(documents))
+    program = (
+        "import json, sys; from pathlib import Path; from kvad.text.tokenizer import train_tokenizer;"
+        "kind, corpus, folder = sys.argv[1:]; texts = json.loads(Path(corpus).read_text());"
+        "train_tokenizer(kind, texts, vocab_size=600).save(Path(folder))"
+    )
+    digests = set()
+    for threads in ("1", "2"):
+        env = {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads, "PYTHONPATH": str(Path.cwd())}
+        subprocess.run([sys.executable, "-c", program, kind, corpus, tmp_path], env=env, check=True)
+        digests.add(hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest())
+    assert len(digests) == 1
+
+
+def test_text_imports_no_torch_and_no_library() -> None:
+    program = (
+        "import sys, kvad.text.tokenizer, kvad.text.detokenize, kvad.text.stop;"
+        "bad = {'torch', 'tokenizers', 'numpy'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": str(Path.cwd())}, check=True)
+
+
+def test_default_specials() -> None:
+    assert train_tokenizer("byte", []).specials.names() == {"<|endofdoc|>": 256}
+    assert train_tokenizer("bpe", ["a"]).specials.names() == {"<|endofdoc|>": 0}
+    assert train_tokenizer("char", ["a"]).specials.names() == {"<|endofdoc|>": 0, "<|unk|>": 1}
+    assert train_tokenizer("word", ["a"], specials=["pad"]).specials.names() == {"<|endofdoc|>": 0, "<|pad|>": 1}
+
+
+def test_progress(documents: list[str]) -> None:
+    seen: list[tuple[int, int]] = []
+    train_tokenizer("char", iter(documents), progress=lambda texts, chars: seen.append((texts, chars)))
+    assert seen[-1] == (len(documents), sum(map(len, documents)))
+    assert seen == sorted(seen) and len(seen) == len(documents)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, None])
+def test_ids_out_of_range(tokenizer: Tokenizer, token: int | None) -> None:
+    token = tokenizer.vocab_size if token is None else token
+    for call in (tokenizer.token_bytes, tokenizer.token_text, lambda bad: tokenizer.decode([5, bad])):
+        with pytest.raises(TokenizerError, match=f"token id {token} .* of {tokenizer.vocab_size} tokens"):
+            call(token)
+
+
+def test_lone_surrogate(tokenizer: Tokenizer) -> None:
+    for call in (tokenizer.encode, lambda text: tokenizer.encode_batch(["fine", text])):
+        with pytest.raises(TokenizerError, match=r"character 3 is the lone surrogate U\+D83D"):
+            call("a🙂b\ud83d")
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        train_tokenizer(tokenizer.kind, ["\udc00"]).encode("\udc00")
+
+
+def test_not_text(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TokenizerError, match="must be a str, not bytes"):
+        tokenizer.encode(b"bytes")  # type: ignore[arg-type]
+    with pytest.raises(TokenizerError, match="got one str"):
+        tokenizer.encode_batch("text")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char", "word"])
+@pytest.mark.parametrize("texts", [[], ["", ""]])
+def test_empty_corpus(kind: str, texts: list[str]) -> None:
+    with pytest.raises(DataError, match="no text") as caught:
+        train_tokenizer(kind, texts)
+    assert f"{len(texts)} documents" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("bpe", {"vocab_size": 256}, "too small.*at least 257: 256 bytes and 1 special token"),
+        ("bpe", {"vocab_size": 260, "specials": ["bos", "eos", "pad", "unk"]}, "at least 261"),
+        ("char", {"vocab_size": 2}, "at least 3"),
+        ("word", {"vocab_size": 0}, "at least 3"),
+        ("bpe", {"lower": True}, "lower-case"),
+        ("byte", {"split": "whitespace"}, "split is for word"),
+        ("word", {"split": "wrods"}, "did you mean 'words'"),
+        ("wrod", {}, "did you mean 'word'"),
+        ("char", {"min_freq": 0}, "min_freq 0"),
+        ("char", {"specials": ["sep"]}, "role 'sep'"),
+        ("char", {"on_unknown": "ignore"}, "on_unknown='ignore'"),
+    ],
+)
+def test_options_that_cannot_be(kind: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(TokenizerError) as caught:
+        train_tokenizer(kind, ["some text"], **options)  # type: ignore[arg-type]
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_a_str_is_not_a_corpus() -> None:
+    with pytest.raises(TokenizerError, match="got one str"):
+        train_tokenizer("char", "text")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=rf"no tokenizer.json in {tmp_path}"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(TokenizerError, match=r"no other.json"):
+        load_tokenizer(tmp_path / "other.json")
+
+
+WORD = {"kind": "word", "specials": ["unk"], "split": "words", "lower": False, "tokens": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not JSON: line 1"),
+        (b'{"kvad": {"kind": "char",\n oops', "not JSON: line 2, column 2"),
+        (b'{"model": {"type": "BPE"', "not JSON: line 1"),
+        (b"[]", "expected a JSON object, found a list"),
+        (b"{}", "not a tokenizer that the tokenizers library reads: Model missing"),
+        (b'\xff\xfe{"', "not UTF-8 at byte 0"),
+        (b'{"kvad": 3}', "'kvad' must be a dict"),
+        (b'{"kvad": {}}', "'kind' is missing"),
+        (b'{"kvad": {"kind": "chra"}}', "did you mean 'char'"),
+        ({"kind": "byte", "specials": ["what"]}, "role 'what'"),
+        ({**WORD, "tokens": "abc"}, "'tokens' must be a list"),
+        ({**WORD, "tokens": ["a", "b", "a"]}, "'a' twice"),
+        ({**WORD, "tokens": ["a", 3]}, "non-empty strings"),
+        ({**WORD, "tokens": ["a", ""]}, "non-empty strings"),
+        ({**WORD, "tokens": ["\ud800"]}, "lone surrogate"),
+        ({**WORD, "split": "x"}, "unknown split 'x'"),
+        ({**WORD, "lower": 1}, "'lower' must be a bool"),
+        ({**WORD, "kind": "char", "tokens": ["ab"]}, "single characters"),
+    ],
+)
+def test_malformed_file(tmp_path: Path, content: bytes | dict[str, object], message: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps({"kvad": content}).encode())
+    with pytest.raises(TokenizerError) as caught:
+        load_tokenizer(tmp_path)
+    assert message in str(caught.value) and str(path) in caught.value.message
+
+
+def test_a_disk_that_refuses(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer.save(tmp_path)
+    before = (tmp_path / "tokenizer.json").read_bytes()
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(SaveError, match=r"tokenizer\.json: No space left"):
+        train_tokenizer("char", ["xyz"]).save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+    assert (tmp_path / "tokenizer.json").read_bytes() == before

@@ -1,0 +1,135 @@
+"""Characters and words: what becomes a token, what becomes UNK, how words are joined again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvad.errors import DataError, TokenizerError
+from kvad.text.plain import CharTokenizer
+from kvad.text.tokenizer import train_tokenizer
+from kvad.text.words import WordTokenizer, split_words
+
+
+def test_char_ids_are_in_code_point_order() -> None:
+    tokenizer = train_tokenizer("char", ["banana", "cab\n"])
+    assert [tokenizer.token_text(token) for token in range(6)] == ["<|endofdoc|>", "<|unk|>", "\\n", "a", "b", "c"]
+    assert tokenizer.encode("cab\n") == [5, 3, 4, 2]
+
+
+def test_char_keeps_the_most_frequent() -> None:
+    tokenizer = train_tokenizer("char", ["aaabbbccd"], vocab_size=4)
+    assert tokenizer.encode("ab") == [2, 3]
+    assert tokenizer.vocab_size == 4
+    assert train_tokenizer("char", ["aaabbbccd"], min_freq=2).vocab_size == 5
+
+
+def test_words_by_frequency_then_text() -> None:
+    tokenizer = train_tokenizer("word", ["b a b c, The the"], lower=True)
+    assert [tokenizer.token_text(token) for token in range(2, 7)] == ["b", "the", ",", "a", "c"]
+    assert train_tokenizer("word", ["b a b c, The the"], lower=True, min_freq=2).vocab_size == 4
+    assert train_tokenizer("word", ["b a b c"], vocab_size=3).vocab_size == 3
+
+
+def test_lower() -> None:
+    for kind in ("char", "word"):
+        tokenizer = train_tokenizer(kind, ["Ab ÉCLAIR"], lower=True)
+        assert tokenizer.decode(tokenizer.encode("AB Éclair".replace("AB", "Ab"))) == "ab éclair"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("I don't: well-known 3.14, (v1.0)!", "I|don't|:|well-known|3.14|,|(|v1.0|)|!"),
+        ("a  b\t\n\r\n c", "a|b|\n|\n|c"),
+        ("나는 학생이다.", "나는|학생이다|."),
+        ("हिन्दी e\u0301te\u0301", "हिन्दी|e\u0301te\u0301"),  # combining marks belong to their word
+        ("x=-1", "x|=|-|1"),
+        ("snake_case 'tis", "snake_case|'|tis"),
+        ("", ""),
+    ],
+)
+def test_split_words(text: str, words: str) -> None:
+    assert "|".join(split_words(text)) == words
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'He said: "Don\'t (ever)!"',
+        "one\n\ntwo, 3.14 and 2 - 1",
+        '"a" \'b\' "c',
+        '"open\nnew "line"',
+        "a [b {c}] d; e",
+        "It costs $5, or 10% more…",
+        "「日本」 세계",
+    ],
+)
+def test_people_write_it_so(text: str) -> None:
+    tokenizer = train_tokenizer("word", [text])
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_whitespace_split() -> None:
+    tokenizer = train_tokenizer("word", ["a,b \n(c)"], split="whitespace")
+    assert [tokenizer.token_text(token) for token in (2, 3)] == ["(c)", "a,b"]
+    assert tokenizer.decode(tokenizer.encode("a,b\n\n (c)")) == "a,b (c)"
+    assert not isinstance(tokenizer, CharTokenizer)
+
+
+MARKS = st.text(st.sampled_from("ab1 .,'\"-([)]\n\t’‘$é\u0301世세\u200d`"), max_size=30)
+
+
+@given(text=MARKS | st.text(max_size=30), split=st.sampled_from(["words", "whitespace"]), lower=st.booleans())
+def test_what_is_decoded_is_encoded_the_same(text: str, split: str, lower: bool) -> None:
+    cutter = WordTokenizer([], split=split, lower=lower)
+    words = sorted(set(cutter.words(text)))
+    tokenizer = WordTokenizer(words, split=split, lower=lower, on_unknown="error")
+    ids = tokenizer.encode(text)
+    assert [tokenizer.token_bytes(token).decode() for token in ids] == cutter.words(text)
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+
+@given(text=MARKS, seed=st.integers(1, 8))
+def test_words_of_any_sequence_stay_apart(text: str, seed: int) -> None:
+    """A model says words in any order: they must not melt into others when they are joined."""
+    words = [*split_words(text)][::seed]
+    tokenizer = WordTokenizer(sorted(set(words)), on_unknown="error")
+    ids = [2 + sorted(set(words)).index(word) for word in words]
+    assert tokenizer.encode(tokenizer.decode(ids)) == ids
+
+
+def test_unknown_is_told_once_per_call(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = train_tokenizer("char", ["abc"])
+    assert tokenizer.encode_batch(["axa", "yx", "é"]) == [[2, 1, 2], [1, 1], [1]]
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "kvad: 4 characters not in the vocabulary became UNK: 'x' x2, 'y', 'é'\n"
+    tokenizer.encode("abc")
+    assert capsys.readouterr().err == ""
+
+
+def test_many_unknown_words(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = train_tokenizer("word", ["a"])
+    tokenizer.encode("b c d e f g a h")
+    assert capsys.readouterr().err.endswith("'b', 'c', 'd', 'e', 'f' and 2 more\n")
+    tokenizer.encode("b")
+    assert capsys.readouterr().err == "kvad: 1 word not in the vocabulary became UNK: 'b'\n"
+
+
+@pytest.mark.parametrize("kind", ["char", "word"])
+def test_unknown_as_an_error(kind: str) -> None:
+    strict = train_tokenizer(kind, ["a b"], on_unknown="error")
+    with pytest.raises(TokenizerError, match=r"1 (character|word) not in the vocabulary: 'z'"):
+        strict.encode("a z")
+    strict.on_unknown = "warn"
+    assert strict.specials.unk in strict.encode("a z")
+    without = train_tokenizer(kind, ["a b"], specials=[])
+    with pytest.raises(TokenizerError, match="has no UNK: 'z'"):
+        without.encode("a z")
+
+
+def test_nothing_is_frequent_enough() -> None:
+    with pytest.raises(DataError, match="occurs 3 times"):
+        train_tokenizer("word", ["a a b"], min_freq=3)
