@@ -13,7 +13,6 @@ keep them apart.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -108,38 +107,39 @@ def without_cache(model: Model, prompts: list[list[int]], steps: int) -> tuple[l
     streams, logits = [list(prompt) for prompt in prompts], []
     for _ in range(steps):
         logits.append(torch.cat([prefill(model, [s], Cache(model, 1, capacity=len(s))) for s in streams]))
-        streams = [s + [t] for s, t in zip(streams, logits[-1].argmax(dim=-1).tolist(), strict=True)]
+        streams = [[*s, t] for s, t in zip(streams, logits[-1].argmax(dim=-1).tolist(), strict=True)]
     return [s[len(p) :] for s, p in zip(streams, prompts, strict=True)], torch.stack(logits)
 
 
 def load(folder: Path) -> Model:
     """A checkpoint of kvad's; refuses what this page does not do."""
     config = json.loads((folder / "config.json").read_text())["model"]
-    weights = load_file(folder / "model.safetensors")
-    layer: dict[str, Any] = config["decoder"]["kinds"]["L"]
-    mixer, rope = layer["mixer"], layer["mixer"]["position"] or {}
-    found = {"kind": rope.get("kind"), "scaling": rope.get("scaling"), "interleaved": rope.get("interleaved")}
-    found |= {"place": config["decoder"]["norm_place"], "norm": layer["norm"]["kind"], "mlp": layer["mlp"]["kind"]}
-    found |= {"fraction": rope.get("fraction"), "window": mixer["window"], "qk_norm": mixer["qk_norm"]}
-    known = {"kind": "rope", "scaling": None, "interleaved": False, "place": "pre", "norm": "rms", "mlp": "gated"}
-    known |= {"fraction": 1.0, "window": None, "qk_norm": "none"}
-    if other := [f"{key} {value}" for key, value in found.items() if value != known[key]]:
-        raise SystemExit(f"{folder}: this page knows no {', '.join(other)}")
-    kv_heads = mixer["kv_heads"] or mixer["heads"]
-    return Model(weights, mixer["heads"], kv_heads, rope["theta"], layer["norm"]["eps"])
+    decoder, head, weights = config["decoder"], config["head"], load_file(folder / "model.safetensors")
+    layer = decoder["kinds"][decoder["pattern"][0]]
+    mixer, norm, mlp, rope = layer["mixer"], layer["norm"], layer["mlp"], layer["mixer"]["position"] or {}
+    found = [rope.get(key) for key in ("kind", "fraction", "interleaved", "scaling")]
+    found += [decoder["norm_place"], norm["kind"], norm["unit_offset"], mlp["kind"], mlp["activation"]]
+    found += [mixer[key] for key in ("scale", "softcap", "window", "value_dim")]
+    found += [len(decoder["kinds"]), config["position"], config["embedding_scale"], head["scale"], head["softcap"]]
+    parts = {"q", "k", "v", "out", "gate", "up", "down", "norm1", "norm2", "norm", "tokens", "head"}
+    found += [name for name in weights if name.split(".")[-2] not in parts or not name.endswith("weight")]
+    page = ["rope", 1, False, None, "pre", "rms", False, "gated", "silu", "default", None, None, None]
+    if found != [*page, 1, None, 1, 1, None]:
+        raise SystemExit(f"{folder}: this page does RoPE, RMSNorm before each half and SwiGLU only, not {found}")
+    return Model(weights, mixer["heads"], mixer["kv_heads"] or mixer["heads"], rope["theta"], norm["eps"])
 
 
-def tiny(seed: int = 0, layers: int = 2, vocab: int = 32, width: int = 24, hidden: int = 48) -> Model:
+def tiny(layers: int = 2, vocab: int = 32, width: int = 24) -> Model:
     """Random weights: 4 query heads on 2 key-value heads of 8, in float64, so that equal means equal."""
-    random = torch.Generator().manual_seed(seed)
-    shapes = {"embed.tokens.weight": (vocab, width), "decoder.norm.weight": (width,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed.tokens": (vocab, width), "decoder.norm": (width,)}
     for i in range(layers):
         mixer = {"mixer.q": (32, width), "mixer.k": (16, width), "mixer.v": (16, width), "mixer.out": (width, 32)}
-        mlp = {"mlp.gate": (hidden, width), "mlp.up": (hidden, width), "mlp.down": (width, hidden)}
+        mlp = {"mlp.gate": (48, width), "mlp.up": (48, width), "mlp.down": (width, 48)}
         parts = {**mixer, **mlp, "norm1": (width,), "norm2": (width,)}
-        shapes |= {f"decoder.layers.{i}.{name}.weight": shape for name, shape in parts.items()}
+        shapes |= {f"decoder.layers.{i}.{name}": shape for name, shape in parts.items()}
+    random = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=random, dtype=torch.float64) for name, shape in shapes.items()}
-    return Model({name: w * w.shape[-1] ** -0.5 if w.dim() > 1 else w for name, w in weights.items()}, 4, 2, 1e4, 1e-5)
+    return Model({f"{name}.weight": w * w.shape[-1] ** -0.25 for name, w in weights.items()}, 4, 2, 1e4, 1e-5)
 
 
 def main(arguments: list[str]) -> None:

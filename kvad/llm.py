@@ -78,7 +78,7 @@ class LLM:
     # ------------------------------------------------------------ text out
 
     @overload
-    def generate(  # type: ignore[overload-overlap]
+    def generate(
         self, prompts: str, sampling: Sampling | None = None, **options: Any
     ) -> Completion: ...
     @overload

@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 FLOORS = {
-    "kvad.errors": 0,
+    "kvad.errors": -1,
+    "kvad.schema": 0,
     "kvad.config": 1,
     "kvad.step": 1,
     "kvad.ops": 2,
@@ -43,6 +44,7 @@ WITHOUT_TORCH = [
     "kvad",
     "kvad.__main__",
     "kvad.errors",
+    "kvad.schema",
     "kvad.config",
     "kvad.step",
     "kvad.text",

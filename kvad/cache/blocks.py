@@ -142,9 +142,9 @@ class BlockPool:
 
     def publish(self, block: int, prefix: Prefix) -> bool:
         """Let later rows find ``block`` under ``prefix``.  False: another block holds it already."""
-        assert self.refs[block] > 0 and self.prefixes[block] is None
         if prefix in self._where:
             return False
+        assert self.refs[block] > 0 and self.prefixes[block] is None, f"block {block} cannot be published"
         self._where[prefix] = block
         self.prefixes[block] = prefix
         return True

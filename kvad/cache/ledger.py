@@ -270,15 +270,19 @@ class Ledger:
                 seat.reach = start + count
         return Placed(moves, slots, tables)
 
-    def commit(self, row: int, tokens: Sequence[int]) -> None:
-        """The row's next ``tokens`` are computed: prompt and generated ones alike.  Full blocks are published."""
+    def commit(self, row: int, tokens: Sequence[int], sure: int | None = None) -> None:
+        """The row's next ``tokens`` are computed: prompt and generated ones alike.
+
+        Full blocks are published, those within the row's first ``sure`` tokens where given: finite logits have been
+        seen at or behind their last token.  The others wait for a later commit.
+        """
         seat = self._seat(row)
         seat.length += len(tokens)
         assert seat.length <= seat.reach, f"row {row} commits {seat.length} tokens, {seat.reach} were reserved"
         if seat.tip is not None:
             seat.tail.extend(tokens)
             if len(seat.tail) >= self._sizes[0]:
-                self._publish(seat)
+                self._publish(seat, seat.length if sure is None else sure)
 
     # ------------------------------------------------------------ questions
 
@@ -328,8 +332,9 @@ class Ledger:
             return
         end = (hold.first + len(hold.blocks)) * group.block_size
         needed = max(0, seat.length - self._windows[index] + 1)
-        assert hold.first * group.block_size <= needed or needed == seat.length, f"{where}: its window is not held"
-        assert end >= seat.length, f"{where}: {seat.length} tokens, blocks up to {end}"
+        if needed < seat.length:  # else its next query sees nothing but itself
+            assert hold.first * group.block_size <= needed, f"{where}: its window is not held"
+            assert end >= seat.length, f"{where}: {seat.length} tokens, blocks up to {end}"
         for logical, block in enumerate(hold.blocks, hold.first):
             prefix = self.pools[index].prefixes[block]
             assert prefix is None or prefix.depth == logical + 1, f"{where}: block {block} is published elsewhere"
@@ -390,17 +395,17 @@ class Ledger:
             return None, []
         size = self._sizes[0]
         depth, rest = divmod(length, size)
-        if depth == tip.depth:
-            return tip, seat.tail[:rest]
+        if depth >= tip.depth:
+            return tip, seat.tail[: length - tip.depth * size]
         while tip.depth > depth + 1:
             assert tip.parent is not None
             tip = tip.parent
         return tip.parent, array("q", tip.tokens).tolist()[:rest]
 
-    def _publish(self, seat: _Seat) -> None:
+    def _publish(self, seat: _Seat, sure: int) -> None:
         size, tail, at = self._sizes[0], seat.tail, 0
-        while len(tail) - at >= size:
-            assert seat.tip is not None
+        assert seat.tip is not None
+        for _ in range(sure // size - seat.tip.depth):
             tip = self._prefixes.extend(seat.tip, array("q", tail[at : at + size]).tobytes())
             if tip is None:  # its digest is another history's: this row publishes no more
                 seat.tip, seat.tail = None, []

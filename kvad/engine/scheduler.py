@@ -112,8 +112,9 @@ class _Request:
 class Work(NamedTuple):
     """One row's part of a step: its tokens at positions ``start .. start + count - 1``.
 
-    ``wanted``: offsets in the span whose logits are needed, ascending; ``samples``: the last of them is sampled (the
-    others score the prompt token that follows).
+    ``wanted``: offsets in the span whose logits are needed; ``samples``: the last of them is sampled.  The others
+    score the token that follows: for prompt log-probabilities, and at the end of every span, so that no block is
+    published before finite logits behind it have been seen.
     """
 
     row: Row
@@ -413,14 +414,14 @@ class Scheduler:
             usage.cached = row.computed
 
     def _work(self, row: Row, new: int) -> Work:
-        start = row.computed
-        end = start + new
+        start, end = row.computed, row.computed + new
         samples = end == len(row.tokens) and end < row.limit
-        if row.scored < row.prompt_len - 1 and row.wants_prompt:
-            return Work(
-                row, start, new, range(max(row.scored - start, 0), _scores_end(row, end) - start + samples), samples
-            )
-        return Work(row, start, new, range(new - 1, new) if samples else range(0), samples)
+        # The last token scores what follows it, unless nothing does: its logits vouch for this span (see settle).
+        stop = new if samples or end < len(row.tokens) else new - 1
+        first = stop - 1
+        if row.wants_prompt and row.scored < row.prompt_len - 1:
+            first = min(first, max(row.scored - start, 0))
+        return Work(row, start, new, range(max(first, 0), stop), samples)
 
     def _lanes(self, items: list[_Item], placed: Placed) -> tuple[Lane, ...]:
         lanes, begin = [], 0
@@ -451,7 +452,7 @@ class Scheduler:
         self._flying = None
         events = self.drain()
         commit = self.ledger.commit
-        for (row, start, count, _, samples), result in zip(plan.work, results, strict=True):
+        for (row, start, count, wanted, samples), result in zip(plan.work, results, strict=True):
             if row.state == DONE:
                 continue
             if result.fault is not None:
@@ -459,7 +460,7 @@ class Scheduler:
                 continue
             row.computed = end = start + count
             tokens = row.tokens
-            commit(row.seat, tokens[start:end])
+            commit(row.seat, tokens[start:end], start + wanted.stop)
             if row.wants_prompt:
                 self._score(row, end, result)
             if samples:

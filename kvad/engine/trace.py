@@ -123,6 +123,7 @@ def _through_cache(model: Transformer, tokens: Sequence[int], recorder: _Recorde
                 for slots, tables in zip(reserved.slots, reserved.tables, strict=True)
             )
             logits.append(_run(model, memory, tokens, start, count, places))
+            ledger.commit(0, tokens[start : start + count])
     return torch.cat(logits)
 
 

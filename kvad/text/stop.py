@@ -48,7 +48,7 @@ class StopStrings:
         """Length of the longest suffix of ``text`` that is a proper prefix of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             suffix = text[-length:]
-            if any(len(stop) > length and stop.startswith(suffix) for stop in self._stops):
+            if any(stop.startswith(suffix) for stop in self._stops):  # not the whole stop: push has looked
                 return length
         return 0
 

@@ -16,6 +16,8 @@ from kvad.ops.attend import Attended, Reading, attend
 from kvad.step import Lane, Mark, Memory, Reach, Score, Step
 
 BIDIRECTIONAL = Reach(causal=False)
+LAYER_NORM = cfg.Norm("layer", bias=True)
+GELU = cfg.Plain(48, "gelu", bias=True)
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +54,8 @@ def build() -> Callable[..., Transformer]:
         *,
         layers: int = 2,
         norm_place: Any = "pre",
-        norm: cfg.Norm = cfg.Norm("layer", bias=True),
-        mlp: cfg.Plain | cfg.Gated = cfg.Plain(48, "gelu", bias=True),
+        norm: cfg.Norm = LAYER_NORM,
+        mlp: cfg.Plain | cfg.Gated = GELU,
         width: int = 24,
         vocab: int = 32,
         limit: int = 256,

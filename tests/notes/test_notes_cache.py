@@ -81,7 +81,7 @@ def last(seen: list[Seen], layer: int) -> Seen:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_cache_of_note_001_steps_1_to_5(layout: str, build: Build, hidden: Hidden) -> None:
-    """001, Key-Value Cache: q, k, v of the new token only; K_full = [K_prev; K_new]; attend; store; the same as without."""
+    """001, Key-Value Cache: q, k, v of the new token; K_full = [K_prev; K_new]; attend; store: the same as without."""
     model, seen = build(position=cfg.Rope()), list[Seen]()
     stream = Streams(model, layout=layout, probe=seen.append)
     uncached, (got,) = hidden(model, TOKENS), stream.feed({0: TOKENS[:3]})
@@ -190,13 +190,13 @@ def test_a_block_that_changes_hands_is_cleared(build: Build, hidden: Hidden) -> 
     model, fresh = build(position=cfg.Rope()), TOKENS[4:]
     after = {}
     for cleared in (True, False):
-        stream = Streams(model)
+        stream = Streams(model, layout="paged")
         stream.feed({0: torch.flip(TOKENS, [0])})
         stream.cursor[0] = 0
         if cleared:
             blocks = tuple(stream.blocks(stream.groups[0], 0))
             stream.memory.apply(Moves(clear=(blocks,), copy=((),)))
-        stream.feed({0: fresh[:2]}, shift=6)  # positions 6, 7: with what lay there before at 0..5, were it visible
+        stream.feed({0: fresh[:2]}, shift=6)  # later positions: what lies there is of the past, and visible
         (after[cleared],) = stream.feed({0: fresh[2:]}, shift=6)
     torch.testing.assert_close(after[True], hidden(model, fresh)[2:], rtol=0, atol=1e-6)
     assert float((after[True] - after[False]).abs().max()) > 1e-2
@@ -213,7 +213,7 @@ def test_every_encoding_works_with_the_cache(encoding: str, build: Build, hidden
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_relative_encodings_see_offsets_only(encoding: str, build: Build, hidden: Hidden) -> None:
-    """004 section 4.10: a wrong offset in k, v is fatal to absolute encodings; relative ones see i - j, at read time."""
+    """004 section 4.10: a wrong offset in k, v is fatal to absolute encodings; relative ones see i - j only."""
     model = build(**ENCODINGS[encoding])
     stream = Streams(model)
     stream.feed({0: TOKENS[:5]}, shift=40)
@@ -226,14 +226,16 @@ def test_relative_encodings_see_offsets_only(encoding: str, build: Build, hidden
 
 @torch.inference_mode()
 def test_keys_are_stored_rotated(build: Build, step_of: Callable[..., Step]) -> None:
-    """004 sections 4.10 and 4.20: slot j holds R_j k_j, so that reading costs no rotation; ALiBi's keys lie as they are."""
+    """004 sections 4.10 and 4.20: slot j holds R_j k_j, so reading costs no rotation; ALiBi's keys lie as they are."""
     for position in (cfg.Rope(), cfg.Alibi()):
         model, step = build(position=position), step_of(TOKENS)
         stream = Streams(model)
         stream.feed({0: TOKENS})
         layer, rotary = model.decoder.layers[0], model.decoder.encoding("L", step)
         _, k, v = layer.mixer.project(layer.norm1(model.embed(TOKENS, step.positions)))
-        stored = [store[0][RESERVED_BLOCKS, :, :8].transpose(0, 1) for store in (stream.memory.keys, stream.memory.values)]
+        stored = [
+            store[0][RESERVED_BLOCKS, :, :8].transpose(0, 1) for store in (stream.memory.keys, stream.memory.values)
+        ]
         expected = Angles(step.positions).rotate(k, rotary) if isinstance(position, cfg.Rope) else k
         torch.testing.assert_close(stored[0], expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(stored[1], v, rtol=0, atol=1e-12)
@@ -282,7 +284,7 @@ def test_a_separator_does_not_isolate_documents(build: Build) -> None:
 
 
 def test_the_payload_of_section_4_17() -> None:
-    """004 section 4.17: 24 layers, 32 heads of 64, 8,192 tokens in float32 are 3,221,225,472 bytes, not "about 4 GB"."""
+    """004 section 4.17: 24 layers, 32 heads of 64, 8,192 tokens in float32: 3,221,225,472 bytes, not "about 4 GB"."""
     specs = [MixerSpec(causal=True, window=None, kv_heads=32, head_dim=64, value_dim=64)] * 24
     for dtype, payload in (("float32", 3_221_225_472), ("bfloat16", 1_610_612_736), ("float16", 1_610_612_736)):
         config = CacheConfig(rows=1, capacity=8192, dtype=dtype)
@@ -293,9 +295,7 @@ def test_the_payload_of_section_4_17() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 1e-1)])
-def test_half_precision_halves_the_payload(
-    dtype: torch.dtype, tolerance: float, build: Build, hidden: Hidden
-) -> None:
+def test_half_precision_halves_the_payload(dtype: torch.dtype, tolerance: float, build: Build, hidden: Hidden) -> None:
     """004 sections 4.11, 4.17, 4.20: stored in 16 bits, computed wider."""
     model = build(position=cfg.Rope()).float()
     full, half = Streams(model, dtype=torch.float32), Streams(model, dtype=dtype)

@@ -54,6 +54,7 @@ def test_residual_gradient(build: Build, step_of: Callable[..., Step]) -> None:
     assert float(torch.linalg.svdvals(through).min()) < 0.9  # so "at least 1" holds of the path, not of the sum
 
 
+@torch.inference_mode()
 def test_layer_norm_ignores_neighbours_where_batch_norm_does_not(build: Build) -> None:
     """002, Layer Normalization: rows of 9 and 3 tokens; nobody else's token moves a token of layer norm."""
     norm = build().decoder.layers[0].norm1

@@ -1,4 +1,4 @@
-"""The arithmetic of notes 000, 001, 003 and 004 section 2: NumPy as they write it is the oracle, kvad is the subject."""
+"""The arithmetic of notes 000, 001, 003 and 004 section 2: their NumPy is the oracle, kvad is the subject."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ def test_attention_of_note_003_with_seed_7(build: Build, attention: Ask, step_of
     np.testing.assert_allclose(done.out[:, 0].numpy(), weights @ v, rtol=0, atol=1e-12)
     np.testing.assert_allclose(done.out[0, 0].numpy(), [-3.12938097, -2.39532683, -0.39386037], rtol=0, atol=1e-8)
     through_the_layer = mixer(inputs, Fresh(model.config).open(step)[0], None)
-    np.testing.assert_allclose(
-        through_the_layer.numpy(), weights @ v @ mixer.out.weight.numpy().T, rtol=0, atol=1e-12
-    )
+    np.testing.assert_allclose(through_the_layer.numpy(), weights @ v @ mixer.out.weight.numpy().T, rtol=0, atol=1e-12)
 
 
 def test_attention_weights_are_not_symmetric(attention: Ask) -> None:
@@ -118,7 +116,7 @@ def test_head_dim_is_free_of_the_width(build: Build, hidden: Callable[..., Tenso
 def test_concatenated_heads_times_the_output_matrix_is_a_sum_over_heads(
     build: Build, step_of: Callable[..., Step]
 ) -> None:
-    """000 eq. 3; 002, multi-head: per head Q W^{q,h}, K W^{k,h}, V W^{v,h}, softmax, and [Z_1 Z_2] W^O = sum Z_h W^O_h."""
+    """000 eq. 3; 002, multi-head: per head Q W^{q,h}, K W^{k,h}, V W^{v,h}, and [Z_1 Z_2] W^O = sum Z_h W^O_h."""
     random, heads, dim, width = np.random.RandomState(1), 2, 5, 12
     x, w_out = random.randn(6, width), random.randn(heads * dim, width)
     first = {name: random.randn(width, width) for name in "qkv"}  # W^q, W^k, W^v
@@ -189,7 +187,7 @@ def test_the_dot_product_has_variance_d_k_and_one_after_scaling(build: Build, at
 
 @torch.inference_mode()
 def test_layer_norm_of_note_003(build: Build) -> None:
-    """003, Residuals & Layer Norm: gamma (x - mu) / sqrt(sigma^2 + eps) + beta over hidden dimensions, biased variance."""
+    """003, Residuals & Layer Norm: gamma (x - mu) / sqrt(sigma^2 + eps) + beta over hidden dimensions."""
     norm = build(norm=cfg.Norm("layer", eps=0.1, bias=True)).decoder.layers[0].norm1
     x = np.random.RandomState(3).randn(5, 24) * 3 + 2
     mean, variance = x.mean(axis=-1, keepdims=True), ((x - x.mean(axis=-1, keepdims=True)) ** 2).mean(-1, keepdims=True)

@@ -141,7 +141,10 @@ def test_rope_turns_each_pair_by_its_own_angle() -> None:
     np.testing.assert_allclose(rope_frequencies(cfg.Rope(), dim, 64).numpy(), theta, rtol=1e-6)
     x = np.random.RandomState(0).randn(dim)
     c, s = np.cos(m * theta), np.sin(m * theta)
-    for interleaved, (a, b) in {True: (slice(0, None, 2), slice(1, None, 2)), False: (slice(0, 4), slice(4, 8))}.items():
+    for interleaved, (a, b) in {
+        True: (slice(0, None, 2), slice(1, None, 2)),
+        False: (slice(0, 4), slice(4, 8)),
+    }.items():
         expected = np.empty(dim)
         expected[a], expected[b] = c * x[a] - s * x[b], s * x[a] + c * x[b]
         rotary = Rotary(torch.from_numpy(theta), interleaved, 1.0)
@@ -184,7 +187,7 @@ def shuffled_difference(model: Transformer, hidden: Hidden) -> float:
 
 
 def test_without_positions_a_bidirectional_stack_is_permutation_equivariant(build: Build, hidden: Hidden) -> None:
-    """002, Positional Encoding: "apple banana orange" in any order; the causal mask alone already tells orders apart."""
+    """002, Positional Encoding: "apple banana orange" in any order; a causal mask alone tells orders apart."""
     assert shuffled_difference(build(causal=False), hidden) < 1e-12
     assert shuffled_difference(build(causal=True), hidden) > 1e-2
 

@@ -63,7 +63,25 @@ def test_transformers_reads_our_file(tokenizers: dict[str, Tokenizer], documents
 # ---------------------------------------------------------------- long texts
 
 
-SCRAPS = ["a", "B", "é", "世", "\n", "\n\n", " ", "  ", ".", "'s", "1", "\r\n", "\t", "\x1c", "\x85", "\u3000", "\u200b"]
+SCRAPS = [
+    "a",
+    "B",
+    "é",
+    "世",
+    "\n",
+    "\n\n",
+    " ",
+    "  ",
+    ".",
+    "'s",
+    "1",
+    "\r\n",
+    "\t",
+    "\x1c",
+    "\x85",
+    "\u3000",
+    "\u200b",
+]
 
 
 @pytest.mark.parametrize("kind", ["bpe", "word"])
@@ -170,10 +188,20 @@ def test_llama_text_comes_back(text: str) -> None:
     assert BpeTokenizer(llama()).specials.separator == 1  # documents open with BOS, where there is no separator
 
 
+def test_a_byte_that_opens_a_text() -> None:
+    for ids in ([3 + 0x20, 261], [3 + 0xED, 3 + 0x95, 3 + 0x9C, 3 + 0x20]):
+        assert BpeTokenizer(llama()).decode(ids) == llama().decode(ids)
+
+
 def test_a_long_text_is_not_cut_where_that_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixed, spaced = gpt2_like(), gpt2_like()
+    prefixed.normalizer = normalizers.Prepend("_")
+    spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     monkeypatch.setattr(bpe, "cut", lambda text: cut(text, 1))
     text = "a\nb\nc"
-    assert BpeTokenizer(llama()).encode(text) == llama().encode(text, add_special_tokens=False).ids
+    for backend in (llama(), prefixed, spaced):
+        expected = backend.encode(text, add_special_tokens=False).ids
+        assert BpeTokenizer(backend).encode(text) == expected
 
 
 def test_unknown_text_of_a_library_tokenizer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +252,7 @@ def gpt2_like(**extra: Any) -> Backend:
     backend = Backend(models.BPE({char: index for index, char in enumerate(sorted(byte_alphabet()))}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.add_special_tokens(["<|endoftext|>", "<|im_start|>"])
-    backend.add_tokens(["<think>", "é x"])
+    backend.add_tokens(["<think>", "é x", "éé"])
     return backend
 
 
@@ -249,7 +277,7 @@ def test_added_tokens_stand_for_themselves() -> None:
     ours = BpeTokenizer(gpt2_like())
     assert ours.encode("<think>é x<|endoftext|>", specials=True) == [258, 259, 256]
     assert ours.encode("<think>é x") == [258, 259]  # ordinary vocabulary: not special, so text may be it
-    assert ours.decode([258, 259, 256]) == "<think>é x"
+    assert ours.decode([258, 259, 260, 256]) == "<think>é xéé"  # although é is in the alphabet, for the byte 0xE9
     assert ours.token_bytes(259) == "é x".encode()
     assert ours.specials.names() == {"<|endoftext|>": 256, "<|im_start|>": 257}
 

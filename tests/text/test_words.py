@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvad.errors import DataError, TokenizerError
 from kvad.text.plain import CharTokenizer
 from kvad.text.tokenizer import train_tokenizer
-from kvad.text.words import WordTokenizer, split_words
+from kvad.text.words import WordTokenizer, _patterns, split_words
 
 
 def test_char_ids_are_in_code_point_order() -> None:
@@ -133,3 +133,9 @@ def test_unknown_as_an_error(kind: str) -> None:
 def test_nothing_is_frequent_enough() -> None:
     with pytest.raises(DataError, match="occurs 3 times"):
         train_tokenizer("word", ["a a b"], min_freq=3)
+
+
+@given(text=MARKS | st.text())
+def test_the_fast_pattern_is_the_true_one(text: str) -> None:
+    _, _, full = _patterns()
+    assert split_words(text) == full.findall(text)

@@ -1,0 +1,144 @@
+"""Sizes by hand, and what cannot be refused by name."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from kvad.cache.sizing import CacheConfig, Group, cache_bytes, fit, group_bytes, groups
+from kvad.config import MixerSpec
+from kvad.errors import ConfigError, MemoryPlanError
+
+FULL = MixerSpec(True, None, 2, 8, 8)
+LOCAL = MixerSpec(True, 6, 2, 8, 8)
+
+
+def test_layers_with_equal_specs_share_a_group_in_order_of_first_layer() -> None:
+    placed = groups([LOCAL, LOCAL, FULL, LOCAL, FULL], CacheConfig(capacity=64))
+    assert [(group.mixer, group.layers) for group in placed] == [(LOCAL, (0, 1, 3)), (FULL, (2, 4))]
+    assert groups([], CacheConfig(capacity=64)) == ()
+
+
+def test_a_full_paged_group_holds_every_row_at_its_longest() -> None:
+    (group,) = groups([FULL], CacheConfig(rows=3, capacity=33, block_size=16))
+    assert group == Group(FULL, (0,), block_size=16, blocks=3 * 3 + 2, blocks_per_row=3)
+    assert group.usable == 9
+
+
+@pytest.mark.parametrize(
+    ("window", "chunk", "capacity", "per_row"),
+    [
+        (6, 4, 64, 4),  # 6 + 4 - 1 = 9 slots: 3 blocks of 4, and one because they start anywhere
+        (5, 4, 64, 3),  # 8 slots: 2 + 1
+        (6, 4, 12, 3),  # no more than the row has
+        (1, 1, 64, 2),
+        (6, 512, 64, 16),  # a chunk longer than the row cannot come
+        (6, 59, 64, 16),  # 64 slots, 16 + 1 blocks, but the row has 16
+    ],
+)
+def test_a_paged_window_holds_window_and_chunk_and_a_block(
+    window: int, chunk: int, capacity: int, per_row: int
+) -> None:
+    config = CacheConfig(rows=5, capacity=capacity, block_size=4, chunk=chunk)
+    (group,) = groups([LOCAL._replace(window=window)], config)
+    assert (group.block_size, group.blocks_per_row, group.blocks) == (4, per_row, 5 * per_row + 2)
+
+
+def test_an_explicit_count_scales_the_full_group_only() -> None:
+    local, full = groups([LOCAL, FULL], CacheConfig(rows=2, capacity=64, block_size=4, chunk=4, blocks=7))
+    assert (local.blocks, full.blocks) == (2 * 4 + 2, 7 + 2)
+    assert full.blocks_per_row == 16
+
+
+def test_contiguous_is_one_block_per_row() -> None:
+    local, full = groups([LOCAL, FULL], CacheConfig(layout="contiguous", rows=3, capacity=50, chunk=8))
+    assert full == Group(FULL, (1,), block_size=50, blocks=5, blocks_per_row=1)
+    assert local == Group(LOCAL, (0,), block_size=13, blocks=5, blocks_per_row=1)
+    (wide,) = groups([LOCAL._replace(window=48)], CacheConfig(layout="contiguous", rows=3, capacity=50, chunk=8))
+    assert wide.block_size == 50  # the ring is no longer than the row
+
+
+def test_bytes_by_hand() -> None:
+    mixer = MixerSpec(True, None, 3, 8, 4)
+    config = CacheConfig(rows=2, capacity=32, block_size=16, dtype="bfloat16")
+    (group,) = groups([mixer, mixer], config)
+    sizes = group_bytes(group, "bfloat16")
+    per_token = 2 * 3 * (8 + 4) * 2  # layers, heads, key and value, bytes
+    slots = (2 * 2 + 2) * 16
+    assert sizes.payload == slots * per_token
+    assert sizes.columns == slots * 8
+    assert (sizes.per_token_payload, sizes.per_token_columns) == (per_token, 8)
+    assert sizes.per_row == 32 * (per_token + 8)
+    assert sizes.total == sizes.payload + sizes.columns == cache_bytes([mixer, mixer], config)
+
+
+def test_the_notes_example_is_three_gibibytes() -> None:
+    """Document 004: 24 layers, 32 heads of 64, 8,192 tokens, float32 ("about 4 GB")."""
+    (group,) = groups([MixerSpec(True, None, 32, 64, 64)] * 24, CacheConfig(rows=1, capacity=8192))
+    assert group_bytes(group, "float32").per_token_payload * 8192 == 3_221_225_472
+    assert group_bytes(group, "bfloat16").per_token_payload * 8192 == 3_221_225_472 // 2
+
+
+def test_fit_is_the_largest_that_fits() -> None:
+    config = CacheConfig(capacity=64, block_size=16)
+    per_token = 2 * 16 * 4 + 8
+    budget = (2 + 13) * 16 * per_token  # 13 usable blocks
+    assert [(f.rows, f.capacity) for f in fit([FULL], config, budget)] == [
+        (1, 64),
+        (2, 64),  # 8 blocks
+        (3, 64),  # 12: the most whole rows
+        (4, 48),
+        (8, 16),
+    ]
+    for found in fit([FULL], config, budget):
+        assert found.bytes <= budget
+        assert found.bytes == cache_bytes([FULL], CacheConfig(rows=found.rows, capacity=found.capacity, block_size=16))
+    with pytest.raises(MemoryPlanError, match=rf"one row of 16 tokens takes {3 * 16 * per_token} bytes"):
+        fit([FULL], config, 3 * 16 * per_token - 1)
+    assert fit([FULL], config, 3 * 16 * per_token) == ((1, 16, 3 * 16 * per_token),)
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+@pytest.mark.parametrize("mixers", [[FULL], [LOCAL], [LOCAL, FULL]])
+def test_fit_could_not_be_larger(layout: Any, mixers: list[MixerSpec]) -> None:
+    config = CacheConfig(layout=layout, capacity=100, block_size=8, chunk=16)
+    for budget in (20_000, 33_333, 100_000):
+        for rows, capacity, taken in fit(mixers, config, budget):
+            assert taken <= budget
+            one_more = min(capacity + 8, 100)
+            larger = CacheConfig(layout=layout, rows=rows, capacity=one_more, block_size=8, chunk=16)
+            assert capacity == 100 or cache_bytes(mixers, larger) > budget
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"layout": "page"}, "cache.layout: 'page' .did you mean 'paged'"),
+        ({"dtype": "bfloat"}, "cache.dtype: 'bfloat' .did you mean 'bfloat16'"),
+        ({"rows": 0}, "cache.rows: must be at least 1, found 0"),
+        ({"capacity": -3}, "cache.capacity: must be at least 1, found -3"),
+        ({"chunk": 0}, "cache.chunk"),
+        ({"block_size": 0}, "cache.block_size"),
+        ({"blocks": 0}, "cache.blocks: must be at least 1, found 0"),
+        ({"blocks": 4, "layout": "contiguous"}, "one block per row"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CacheConfig(**{"capacity": 8, **fields})
+
+
+def test_layers_that_cannot_be_cached_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layer 1 is bidirectional"):
+        groups([FULL, FULL._replace(causal=False)], CacheConfig(capacity=8))
+    with pytest.raises(ConfigError, match="every layer has a window"):
+        groups([LOCAL], CacheConfig(capacity=8, blocks=3))
+
+
+def test_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, kvad.cache.sizing, kvad.cache.ledger, kvad.engine.scheduler; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,125 @@
+"""Drives the real scheduler, ledger, memory and runner over tokens that are given, and keeps every sampled logit.
+
+Teacher forcing makes runs comparable: a row's tokens are known, so its logits at a position have one right value,
+whatever the cache, the chunks, the neighbours or the preemptions.  ``poison`` fills every block that nobody owns with
+NaN after each step, so that a slot read without having been written is heard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvad.cache.sizing import CacheConfig
+from kvad.engine.engine import Engine
+from kvad.engine.request import Result, Sampling
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.step import RESERVED_BLOCKS, Lane, Step
+
+
+@dataclass
+class Stream:
+    """A prompt and its forced continuations, one per sample; it arrives at that step (1000: when all is quiet)."""
+
+    prompt: list[int]
+    continuations: list[list[int]]
+    arrives: int = 0
+
+    def tokens(self, sample: int = 0) -> list[int]:
+        return self.prompt + self.continuations[sample]
+
+
+@dataclass
+class Run:
+    """``logits[request, sample]``: position -> [V]; and what really happened."""
+
+    logits: dict[tuple[int, int], dict[int, Tensor]] = field(default_factory=dict)
+    steps: int = 0
+    widest: int = 0
+    lanes: int = 0
+    mixed: int = 0
+    preemptions: int = 0
+    hit_tokens: int = 0
+    copies: int = 0
+
+
+@torch.inference_mode()
+def drive(
+    model: Transformer, cache: CacheConfig, streams: Sequence[Stream], *, budget: int = 256, poison: bool = True
+) -> Run:
+    engine = Engine(model, cache, budget=budget)
+    run = Run()
+    waiting = dict(enumerate(streams))
+    ids: dict[int, int] = {}
+    while waiting or not engine.idle:
+        for number, stream in list(waiting.items()):
+            if run.steps >= stream.arrives and (stream.arrives < 1000 or engine.idle):
+                options = Sampling(max_tokens=len(stream.continuations[0]), n=len(stream.continuations), temperature=0)
+                ids[engine.submit(stream.prompt, options)] = number
+                del waiting[number]
+        plan = engine.scheduler.plan()
+        if plan is None:
+            run.steps += 1
+            continue
+        logits = engine.runner.run(plan)
+        run.steps += 1
+        run.widest = max(run.widest, len(plan.work))
+        run.lanes = max(run.lanes, len(plan.lanes))
+        run.mixed += len({work.count for work in plan.work}) > 1
+        run.copies += sum(map(len, plan.placed.moves.copy))
+        results, at = [], 0
+        for work in plan.work:
+            at += len(work.wanted)
+            token = None
+            if work.samples:
+                number, end = ids[work.row.request], work.start + work.count
+                run.logits.setdefault((number, work.row.sample), {})[end - 1] = logits[at - 1]
+                token = streams[number].tokens(work.row.sample)[end]
+            results.append(Result(token))
+        engine.scheduler.settle(plan, results)
+        engine.scheduler.check()
+        if poison:
+            fill_unowned(engine, math.nan)
+    run.preemptions = engine.scheduler.stats().preemptions
+    run.hit_tokens = engine.ledger.stats().hit_tokens
+    return run
+
+
+def fill_unowned(engine: Engine, value: float) -> None:
+    """Every block that no row and no published prefix owns, the reserved ones apart, gets ``value``."""
+    for group, pool in zip(engine.memory.groups, engine.ledger.pools, strict=True):
+        every = range(RESERVED_BLOCKS, group.blocks)
+        blocks = [block for block in every if pool.refs[block] == 0 and pool.prefixes[block] is None]
+        for layer in group.layers:
+            engine.memory.keys[layer][blocks] = value
+            engine.memory.values[layer][blocks] = value
+
+
+@torch.inference_mode()
+def uncached(model: Transformer, tokens: Sequence[int], limit: int | None = None) -> Tensor:
+    """[T, V] from Fresh; ``limit``: the length that the row may reach (it decides the rotary regime)."""
+    ids = torch.tensor(tokens)
+    every = torch.arange(len(tokens))
+    limits = torch.full_like(every, limit or len(tokens))
+    step = Step(ids, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits)
+    return model.logits(model(step, Fresh(model.config, kernel="reference")), every)
+
+
+def worst(model: Transformer, streams: Sequence[Stream], run: Run) -> float:
+    """max |dlogit| of a run against Fresh, over every sampled position of every stream."""
+    largest = 0.0
+    for number, stream in enumerate(streams):
+        for sample in range(len(stream.continuations)):
+            tokens = stream.tokens(sample)
+            right = uncached(model, tokens)
+            got = run.logits[number, sample]
+            assert sorted(got) == list(range(len(stream.prompt) - 1, len(tokens) - 1)), "a position was never sampled"
+            for position, logits in got.items():
+                difference = (logits.double() - right[position].double()).abs().max().item()
+                largest = max(largest, math.inf if math.isnan(difference) else difference)
+    return largest

@@ -1,0 +1,196 @@
+"""The engine whole: one request's trouble is its own, and nothing outlives its row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvad.cache.sizing import CacheConfig
+from kvad.engine.engine import Engine, Piece
+from kvad.engine.request import Sampling
+from kvad.errors import RequestError
+from kvad.text.tokenizer import train_tokenizer
+from tests.models import VOCAB, build, model_config
+
+CACHE = CacheConfig(dtype="float64", rows=4, capacity=96, block_size=4, chunk=8)
+GREEDY = Sampling(temperature=0, max_tokens=12)
+POISONED = 13  # a token whose embedding is NaN
+
+
+def run(engine: Engine) -> dict[tuple[int, int], list[Piece]]:
+    out: dict[tuple[int, int], list[Piece]] = {}
+    while not engine.idle:
+        for piece in engine.step():
+            out.setdefault((piece.request, piece.sample), []).append(piece)
+        engine.scheduler.check()
+    return out
+
+
+def tokens(pieces: list[Piece]) -> list[int]:
+    return [piece.token for piece in pieces if piece.token is not None]
+
+
+def poisoned_model() -> torch.nn.Module:
+    config = model_config(norm="post")  # an untied head: the NaN row of the embedding is not a column of the logits
+    model = build(config)
+    with torch.no_grad():
+        model.embed.tokens.weight[POISONED] = math.nan
+    return model
+
+
+def test_a_request_with_nan_logits_fails_alone_and_its_blocks_are_never_published() -> None:
+    model = poisoned_model()
+    bad = [1, 2, 3, 4, 5, 6, 7, 8, POISONED, 9]
+    alone = Engine(model, CACHE)
+    healthy = [[5, 6, 7], list(range(14, 34)), [8, 9, 10, 11, 12]]
+    expected = []
+    for prompt in healthy:
+        alone.submit(prompt, GREEDY)
+        expected.append(tokens(run(alone)[len(expected), 0]))
+    engine = Engine(model, CACHE)
+    for prompt in (healthy[0], bad, healthy[1], healthy[2]):
+        engine.submit(prompt, GREEDY)
+    out = run(engine)
+    assert [tokens(out[i, 0]) for i in (0, 2, 3)] == expected
+    (end,) = [piece for piece in out[1, 0] if piece.finish]
+    assert end.finish == "error" and "numerical" in (end.error or "") and not tokens(out[1, 0])
+    engine.submit([*bad[:8], 40, 41], GREEDY)  # the same healthy start: right, whatever was kept of the failed row
+    again = tokens(run(engine)[4, 0])
+    alone.submit([*bad[:8], 40, 41], GREEDY)
+    assert again == tokens(run(alone)[3, 0])
+
+
+def test_the_blocks_of_a_failed_row_are_clean_for_the_next() -> None:
+    """One seat, one row's worth of blocks: the next row takes the very blocks in which NaN was written."""
+    model = poisoned_model()
+    engine = Engine(model, CacheConfig(dtype="float64", rows=1, capacity=24, block_size=4, chunk=24))
+    engine.submit([POISONED] * 10, GREEDY)
+    assert run(engine)[0, 0][-1].finish == "error"
+    assert any(store.isnan().any() for store in engine.memory.keys)
+    engine.submit([5, 6, 7], GREEDY)
+    after = tokens(run(engine)[1, 0])
+    fresh = Engine(model, CACHE)
+    fresh.submit([5, 6, 7], GREEDY)
+    assert after == tokens(run(fresh)[0, 0])
+
+
+@pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
+def test_rows_of_another_rotary_regime_share_no_blocks(position: str) -> None:
+    model = build(model_config(position))
+    engine = Engine(model, CACHE)
+    prompt = list(range(1, 17))
+    engine.submit(prompt, Sampling(temperature=0, max_tokens=2))  # a limit of 18: the short regime
+    run(engine)
+    engine.submit(prompt, Sampling(temperature=0, max_tokens=20))  # a limit of 36: the long one
+    run(engine)
+    assert engine.ledger.stats().hit_tokens == 0
+    engine.submit(prompt, Sampling(temperature=0, max_tokens=20))
+    run(engine)
+    assert engine.ledger.stats().hit_tokens == 12
+
+
+def test_salt_keeps_tenants_apart() -> None:
+    engine = Engine(build(model_config()), CACHE)
+    prompt = list(range(1, 17))
+    for salt, hits in (("a", 0), ("b", 0), ("a", 12)):
+        before = engine.ledger.stats().hit_tokens
+        engine.submit(prompt, GREEDY, salt=salt)
+        run(engine)
+        assert engine.ledger.stats().hit_tokens - before == hits
+
+
+def test_generated_tokens_are_part_of_the_prefix_cache() -> None:
+    engine = Engine(build(model_config()), CACHE)
+    prompt = list(range(1, 8))
+    engine.submit(prompt, GREEDY)
+    said = tokens(run(engine)[0, 0])
+    engine.submit([*prompt, *said, 3], GREEDY)
+    run(engine)
+    assert engine.ledger.stats().hit_tokens == 16  # 7 + 12 tokens, the last one never computed: 4 whole blocks
+
+
+def test_samples_share_the_prompt_s_blocks_and_differ_by_their_number_only() -> None:
+    model = build(model_config(), dtype=torch.float32)
+    cache = CacheConfig(rows=4, capacity=96, block_size=4, chunk=32)
+    engine = Engine(model, cache)
+    options = Sampling(temperature=1, max_tokens=10, n=3, seed=7)
+    engine.submit(list(range(1, 30)), options)
+    peak = 0
+    out: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while not engine.idle:
+        for piece in engine.step():
+            out[piece.sample] += [] if piece.token is None else [piece.token]
+        peak = max(peak, *engine.ledger.stats().used)
+    assert len({tuple(t) for t in out.values()}) == 3
+    assert peak <= 7 + 3 * 4  # 7 whole prompt blocks once, not three times
+    lone = Engine(model, cache)
+    lone.submit(list(range(1, 30)), Sampling(temperature=1, max_tokens=10, n=1, seed=7))
+    assert tokens(run(lone)[0, 0]) == out[0]
+
+
+def test_a_seeded_row_says_the_same_whoever_else_is_in_the_batch() -> None:
+    model = build(model_config(), dtype=torch.float64)
+    options = Sampling(temperature=1, top_p=0.9, max_tokens=10, seed=3)
+    lone = Engine(model, CACHE)
+    lone.submit([4, 5, 6], options)
+    expected = tokens(run(lone)[0, 0])
+    for neighbours in ([Sampling(temperature=1, max_tokens=10)] * 3, [GREEDY, Sampling(seed=9, max_tokens=30)]):
+        engine = Engine(model, CACHE)
+        for i, other in enumerate(neighbours):
+            engine.submit([i + 1] * (i + 9), other)
+        mine = engine.submit([4, 5, 6], options)
+        assert tokens(run(engine)[mine, 0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        ([], {}, "empty"),
+        ([VOCAB], {}, f"vocabulary of {VOCAB}"),
+        ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+        ([1], {"stop_tokens": (VOCAB,)}, "stop_tokens"),
+        ([1], {"bad_words": ((1, -1),)}, "bad_words"),
+        ([1] * 97, {}, "97 tokens, the limit is 96"),
+        ([1], {"stop": ("x",)}, "tokenizer"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_it_is_queued(
+    prompt: list[int], options: dict[str, object], says: str
+) -> None:
+    engine = Engine(build(model_config()), CACHE)
+    with pytest.raises(RequestError, match=says):
+        engine.submit(prompt, Sampling.of(**options))
+    assert engine.idle
+    engine.submit([1, 2], GREEDY)
+    assert len(tokens(run(engine)[0, 0])) == 12
+
+
+def test_a_stop_string_ends_its_sample_and_never_shows() -> None:
+    tokenizer = train_tokenizer("byte", ["x"])
+    config = model_config()
+    from dataclasses import replace
+
+    model = build(replace(config, vocab=tokenizer.vocab_size))
+    engine = Engine(model, CACHE, tokenizer=tokenizer)
+    engine.submit(tokenizer.encode("hello"), Sampling(temperature=0, max_tokens=20))
+    whole = "".join(piece.text for piece in run(engine)[0, 0])
+    stop = whole[5:8]
+    request = engine.submit(tokenizer.encode("hello"), Sampling(temperature=0, max_tokens=20, stop=(stop,)))
+    pieces = run(engine)[request, 0]
+    assert "".join(piece.text for piece in pieces) == whole[: whole.find(stop)]
+    assert pieces[-1].finish == "stop"
+    assert all(used == 0 for used in engine.ledger.stats().used)
+
+
+def test_cancelled_requests_give_everything_back() -> None:
+    engine = Engine(build(model_config()), CACHE)
+    kept = engine.submit([1, 2, 3], GREEDY)
+    gone = [engine.submit(list(range(1, 20)), Sampling(max_tokens=40)) for _ in range(6)]
+    engine.step()
+    for request in gone:
+        engine.cancel(request)
+    out = run(engine)
+    assert tokens(out[kept, 0]) and all((request, 0) not in out or not tokens(out[request, 0]) for request in gone)
+    assert engine.ledger.stats().used == (0,)

@@ -1,0 +1,801 @@
+"""Test number one, host half: every stream equals its solo run, whatever happens around it.
+
+The real Scheduler and Ledger run over a fake model and a fake clock.  The fake memory keeps, for every slot, what a
+real one would: the token's position, the token, and a hash of everything that token could see (its keys and values
+carry its whole history).  The fake model's "logits" at a position are a hash of everything that the row sees *through
+its tables*: a stale, uncleared, misplaced, lost or foreign slot changes the next token.  The reference knows no
+cache: it hashes the row's own tokens.
+
+Broken on purpose (no copy-on-write, no clearing, trusting an 8-bit hash ...), the same runs must fail.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvad.cache.blocks import Prefix, Prefixes, digest
+from kvad.cache.ledger import Ledger, Placed
+from kvad.cache.sizing import CacheConfig, Group, groups
+from kvad.config import MixerSpec
+from kvad.engine.request import Event, Result, Sampling, TokenScore
+from kvad.engine.scheduler import Plan, Row, Scheduler, Usage
+from kvad.step import BIN_BLOCK, EMPTY_BLOCK, Moves
+
+FULL = MixerSpec(True, None, 1, 8, 8)
+WIDE = MixerSpec(True, None, 2, 8, 8)
+NARROW = MixerSpec(True, 5, 1, 8, 8)
+SELF = MixerSpec(True, 1, 1, 8, 8)
+VOCAB = 997
+EVERY_17TH = frozenset(range(0, VOCAB, 17))
+
+
+class Mismatch(Exception):
+    """A stream differs from its solo run."""
+
+
+# ---------------------------------------------------------------- the reference and the fake memory
+
+
+class Solo:
+    """A row alone, without a cache: ``seen[p]`` is the hash of everything that position p sees."""
+
+    def __init__(self, root: bytes, mixers: Sequence[MixerSpec], tokens: Sequence[int] = ()) -> None:
+        self.root, self.mixers = root, tuple(dict.fromkeys(mixers))
+        self.tokens: list[int] = []
+        self.seen: list[int] = []
+        for token in tokens:
+            self.push(token)
+
+    def push(self, token: int) -> int:
+        at = len(self.tokens)
+        self.tokens.append(token)
+        items = [*zip(range(at), self.tokens, self.seen, strict=False), (at, token, 0)]
+        views = tuple(tuple(items[0 if m.window is None else max(0, at - m.window + 1) :]) for m in self.mixers)
+        self.seen.append(hash((crc32(self.root), views)))
+        return self.seen[-1]
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:], self.seen[length:]
+
+
+class FakeMemory:
+    """Per group and slot: position (-1 = empty), token, history.  Obeys Moves and decides nothing."""
+
+    def __init__(self, placed: Sequence[Group]) -> None:
+        self.groups = placed
+        sizes = [group.blocks * group.block_size for group in placed]
+        self.position = [[-1] * size for size in sizes]
+        self.token = [[0] * size for size in sizes]
+        self.history = [[0] * size for size in sizes]
+
+    def apply(self, moves: Moves) -> None:
+        for g, group in enumerate(self.groups):
+            size = group.block_size
+            for block in moves.clear[g]:
+                self.position[g][block * size : (block + 1) * size] = [-1] * size
+            for source, target, kept in moves.copy[g]:
+                for store in (self.position, self.token, self.history):
+                    store[g][target * size : (target + 1) * size] = store[g][source * size : (source + 1) * size]
+                self.position[g][target * size + kept : (target + 1) * size] = [-1] * (size - kept)
+
+    def run(
+        self, spans: Sequence[tuple[int, Sequence[int]]], roots: Sequence[bytes], placed: Placed, reads: Sequence[int]
+    ) -> list[list[int]]:
+        """spans: (start, tokens) -> per span, what each of its positions sees.  All writes come before all reads."""
+        self.apply(placed.moves)
+        at, begins = 0, []
+        for start, tokens in spans:
+            begins.append(at)
+            for offset, token in enumerate(tokens):
+                for g, slots in enumerate(placed.slots):
+                    slot = slots[at + offset]
+                    assert slot // self.groups[g].block_size not in (EMPTY_BLOCK, BIN_BLOCK)
+                    self.position[g][slot], self.token[g][slot], self.history[g][slot] = start + offset, token, 0
+            at += len(tokens)
+        assert all(len(slots) == at for slots in placed.slots)
+        if any(len(set(slots)) != at for slots in placed.slots):
+            raise Mismatch("two rows write one slot")
+        return [
+            self._span(number, start, len(tokens), roots[number], placed, begins[number], reads[number])
+            for number, (start, tokens) in enumerate(spans)
+        ]
+
+    def _span(
+        self, number: int, start: int, count: int, root: bytes, placed: Placed, begin: int, read: int
+    ) -> list[int]:
+        seen = []
+        for offset in range(count):
+            views = tuple(self._view(g, table[number], start + offset, read) for g, table in enumerate(placed.tables))
+            seen.append(hash((crc32(root), views)))
+            for g, slots in enumerate(placed.slots):
+                self.history[g][slots[begin + offset]] = seen[-1]
+        return seen
+
+    def _view(self, g: int, table: Sequence[int], at: int, read: int) -> tuple[tuple[int, int, int], ...]:
+        group, window = self.groups[g], self.groups[g].mixer.window
+        size = group.block_size
+        shown = min(size, read) if group.blocks_per_row == 1 else size
+        assert group.blocks_per_row == 1 or len(table) * size <= read, "the lane reads less than its row's table"
+        low = -1 if window is None else at - window
+        position, token, history = self.position[g], self.token[g], self.history[g]
+        return tuple(
+            sorted(
+                (position[slot], token[slot], history[slot])
+                for block in table
+                for slot in range(block * size, block * size + shown)
+                if position[slot] >= 0 and low < position[slot] <= at
+            )
+        )
+
+
+# ---------------------------------------------------------------- the scheduler's world
+
+
+class Setup(NamedTuple):
+    """One configuration of the world: which layers, which layout, how tight."""
+
+    mixers: tuple[MixerSpec, ...]
+    config: CacheConfig
+    budget: int
+    limit: int
+    hash_bits: int = 128
+
+
+SETUPS = {
+    "full-tight": Setup((FULL,), CacheConfig(block_size=4, rows=5, capacity=40, chunk=7, blocks=12), 12, 40),
+    "full-collisions": Setup((FULL,), CacheConfig(block_size=2, rows=5, capacity=40, chunk=7, blocks=30), 12, 40, 8),
+    "mixed": Setup(
+        (NARROW, FULL, NARROW, WIDE, SELF),
+        CacheConfig(block_size=4, rows=4, capacity=40, chunk=6, blocks=13),
+        9,
+        40,
+    ),
+    "mixed-tall": Setup((FULL, NARROW), CacheConfig(block_size=1, rows=4, capacity=30, chunk=5, blocks=45), 30, 30),
+    "windows": Setup((NARROW, SELF), CacheConfig(block_size=2, rows=4, capacity=40, chunk=6), 8, 40),
+    "contiguous": Setup((FULL, NARROW, SELF), CacheConfig(layout="contiguous", rows=4, capacity=40, chunk=6), 9, 40),
+    "no-prefix": Setup(
+        (FULL, NARROW), CacheConfig(block_size=4, rows=4, capacity=40, chunk=6, blocks=14, prefix=False), 9, 40
+    ),
+}
+
+
+def hasher(bits: int) -> Callable[[bytes], bytes]:
+    return lambda data: digest(data)[: bits // 8]
+
+
+class Stream:
+    """What one sample must say: the oracle for its events."""
+
+    def __init__(self, solo: Solo, sample: int, sampling: Sampling, stops: frozenset[int], limit: int) -> None:
+        self.solo, self.sample, self.sampling, self.stops, self.limit = solo, sample, sampling, stops, limit
+        self.prompt_len = len(solo.tokens)
+        self.told_prompt: tuple[TokenScore, ...] = ()
+
+    def expect(self, event: Event) -> None:
+        if event.prompt:
+            self.told_prompt += event.prompt
+        if event.token is not None:
+            seen = self.solo.seen[-1]
+            token = choose(seen, self.sample)
+            if event.token != token or event.score != TokenScore(token, float(seen)):
+                raise Mismatch(f"sample {self.sample}: token {len(self.solo.tokens)} is {event}, alone it is {token}")
+            self.solo.push(token)
+        if event.finish in ("stop", "length"):
+            self._ended(event)
+        elif event.token is not None and self._reason(event.token) is not None:
+            raise Mismatch(f"{event} should have been the last")
+
+    def _reason(self, token: int | None) -> str | None:
+        generated = len(self.solo.tokens) - self.prompt_len
+        if token is not None and token in self.stops and generated > self.sampling.min_tokens:
+            return "stop"
+        return "length" if len(self.solo.tokens) >= self.limit else None
+
+    def _ended(self, event: Event) -> None:
+        if event.error is not None or event.finish != self._reason(event.token):
+            raise Mismatch(f"{event} at {len(self.solo.tokens)} tokens of {self.limit}")
+        if self.sampling.prompt_logprobs is not None and self.sample == 0:
+            tokens, seen = self.solo.tokens, self.solo.seen
+            expected = tuple(TokenScore(tokens[i + 1], float(seen[i])) for i in range(self.prompt_len - 1))
+            if self.told_prompt != expected:
+                raise Mismatch(f"prompt scores {self.told_prompt}, alone {expected}")
+        elif self.told_prompt:
+            raise Mismatch("prompt scores that nobody asked for")
+
+
+def choose(seen: int, sample: int) -> int:
+    return hash((seen, sample)) % VOCAB
+
+
+class World:
+    """Scheduler + ledger + fake model + fake clock, with every event judged and every invariant checked."""
+
+    def __init__(
+        self, setup: Setup, *, ledger: type[Ledger] = Ledger, memory: type[FakeMemory] = FakeMemory, check: bool = True
+    ) -> None:
+        self.setup = setup
+        placed = groups(setup.mixers, setup.config)
+        self.ledger = ledger(
+            placed, prefix=setup.config.prefix, seats=setup.config.rows, hasher=hasher(setup.hash_bits)
+        )
+        self.memory = memory(placed)
+        self.time = 0.0
+        self.scheduler = Scheduler(
+            self.ledger,
+            rows=setup.config.rows,
+            budget=setup.budget,
+            chunk=setup.config.chunk,
+            limit=setup.limit,
+            clock=self._clock,
+        )
+        self.streams: dict[int, dict[int, Stream]] = {}
+        self.usages: dict[int, Usage] = {}
+        self.numbers = itertools.count()
+        self.checked = check
+        self.ended: dict[str, int] = {}
+
+    def _clock(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    def add(
+        self, prompt: Sequence[int], sampling: Sampling, root: bytes = b"", stops: frozenset[int] = EVERY_17TH
+    ) -> int:
+        number = next(self.numbers)
+        self.usages[number] = self.scheduler.add(number, prompt, sampling, root, stop_tokens=stops)
+        limit = self.setup.limit
+        if sampling.max_tokens is not None:
+            limit = min(limit, len(prompt) + sampling.max_tokens)
+        elif self.ledger.capacity < limit:
+            limit = max(len(prompt), self.ledger.capacity + 1)
+        stops = stops | frozenset(sampling.stop_tokens)
+        self.streams[number] = {
+            sample: Stream(Solo(root, self.setup.mixers, prompt), sample, sampling, stops, limit)
+            for sample in range(sampling.n)
+        }
+        return number
+
+    def cancel(self, number: int) -> None:
+        told = self.scheduler.cancel(number)
+        assert {event.sample for event in told} == set(self.streams.get(number, {}))
+        assert all(event.finish == "cancelled" for event in told)
+        self._judge(told)
+
+    def finish(self, number: int, sample: int) -> None:
+        for event in self.scheduler.finish(number, sample, "stop"):
+            self._drop(event)
+
+    def plan(self) -> Plan | None:
+        plan = self.scheduler.plan()
+        if plan is None:
+            assert not self.streams, f"nothing runs, and {sorted(self.streams)} wait"
+            return None
+        self._check_lanes(plan)
+        return plan
+
+    def settle(self, plan: Plan, faults: Callable[[Row], bool] = lambda row: False) -> list[Event]:
+        reads = [lane.read for lane in plan.lanes for _ in range(lane.rows)]
+        spans = [(work.start, work.row.tokens[work.start : work.start + work.count]) for work in plan.work]
+        seen = self.memory.run(spans, [work.row.group.root for work in plan.work], plan.placed, reads)
+        results = []
+        for work, values, number in zip(plan.work, seen, range(len(seen)), strict=True):
+            if faults(work.row):
+                self._poison(plan, number)
+                results.append(Result(fault="not a number"))
+            else:
+                results.append(self._result(work.row, work.start, work.wanted, work.samples, values))
+        events = self.scheduler.settle(plan, results)
+        self._judge(events)
+        self.check()
+        return events
+
+    def _result(self, row: Row, start: int, wanted: range, samples: bool, seen: list[int]) -> Result:
+        scored = wanted[:-1] if samples else wanted
+        prompt = tuple(TokenScore(row.tokens[start + i + 1], float(seen[i])) for i in scored)
+        if not samples:
+            return Result(prompt=prompt)
+        token = choose(seen[wanted[-1]], row.sample)
+        return Result(token, TokenScore(token, float(seen[wanted[-1]])), prompt)
+
+    def _poison(self, plan: Plan, number: int) -> None:
+        """What a faulted row wrote is garbage; nobody may ever see it."""
+        begin = sum(work.count for work in plan.work[:number])
+        for g, slots in enumerate(plan.placed.slots):
+            for slot in slots[begin : begin + plan.work[number].count]:
+                self.memory.history[g][slot] = 666
+
+    def step(self, faults: Callable[[Row], bool] = lambda row: False) -> list[Event]:
+        plan = self.plan()
+        return [] if plan is None else self.settle(plan, faults)
+
+    def drain(self, most: int = 5000) -> None:
+        """Run to the end: everything finishes, and nothing is left behind."""
+        for _ in range(most):
+            if self.plan_and_settle_is_idle():
+                break
+        else:
+            raise AssertionError(f"{len(self.streams)} requests did not finish in {most} steps")
+        assert not self.streams and self.scheduler.idle
+        assert all(used == 0 for used in self.ledger.stats().used), "blocks leak"
+
+    def plan_and_settle_is_idle(self) -> bool:
+        plan = self.plan()
+        if plan is not None:
+            self.settle(plan)
+        return plan is None
+
+    def check(self) -> None:
+        if self.checked:
+            self.scheduler.check()
+
+    def _judge(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.streams[event.request][event.sample].expect(event)
+            if event.finish is not None:
+                self._drop(event)
+
+    def _drop(self, event: Event) -> None:
+        assert event.finish is not None
+        self.ended[event.finish] = self.ended.get(event.finish, 0) + 1
+        del self.streams[event.request][event.sample]
+        if not self.streams[event.request]:
+            del self.streams[event.request]
+            assert self.usages.pop(event.request).finished is not None
+
+    def _check_lanes(self, plan: Plan) -> None:
+        assert sum(work.count for work in plan.work) == sum(lane.rows * lane.new for lane in plan.lanes)
+        assert 0 < sum(work.count for work in plan.work) <= self.setup.budget
+        at = 0
+        for lane in plan.lanes:
+            rows = plan.work[at : at + lane.rows]
+            assert all(work.count == lane.new <= self.setup.config.chunk for work in rows)
+            assert [work.row.seat for work in rows] == sorted(work.row.seat for work in rows)
+            at += lane.rows
+        assert at == len(plan.work) == len({work.row.seat for work in plan.work})
+
+
+# ---------------------------------------------------------------- random runs
+
+
+class Driver:
+    """Seeded random operations on a World; the prompts share prefixes of all lengths."""
+
+    def __init__(self, setup: Setup, seed: int, **parts: object) -> None:
+        self.rng = random.Random(seed)
+        self.world = World(setup, **parts)  # type: ignore[arg-type]
+        self.stems = [[self.rng.randrange(3) for _ in range(setup.limit)] for _ in range(3)]
+
+    def operate(self) -> None:
+        rng, world = self.rng, self.world
+        draw = rng.random()
+        if draw < 0.3 and len(world.streams) < 9:
+            self.add()
+        elif draw < 0.32 and world.streams:
+            world.cancel(rng.choice(sorted(world.streams)))
+        elif draw < 0.34 and world.streams:
+            number = rng.choice(sorted(world.streams))
+            world.finish(number, rng.choice(sorted(world.streams[number])))
+        elif draw < 0.38:
+            self.step_with_changes()
+        elif draw < 0.382:
+            world.ledger.drop_prefixes()
+        else:
+            world.step(faults=lambda row: rng.random() < 0.01)
+        world.check()
+
+    def add(self) -> None:
+        rng, limit = self.rng, min(self.world.setup.limit, self.world.ledger.capacity)
+        stem = rng.choice(self.stems)
+        prompt = stem[: rng.randint(1, min(limit, 24))]
+        if rng.random() < 0.3:
+            prompt = [*prompt[:-1], rng.randrange(3)]
+        sampling = Sampling(
+            n=rng.choice((1, 1, 1, 2, 3)),
+            max_tokens=rng.choice((None, 0, 1, *range(2, 12))),
+            prompt_logprobs=rng.choice((None, None, None, 0)),
+            stop_tokens=(5,) if rng.random() < 0.3 else (),
+        )
+        if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens - 1 > limit:
+            sampling = Sampling(n=sampling.n, max_tokens=None)
+        self.world.add(prompt, sampling, rng.choice((b"", b"", b"", b"other")), EVERY_17TH)
+
+    def step_with_changes(self) -> None:
+        """Cancel, finish and add while the plan is in flight."""
+        rng, world = self.rng, self.world
+        plan = world.plan()
+        if plan is None:
+            return
+        for _ in range(rng.randint(1, 3)):
+            if world.streams and rng.random() < 0.6:
+                number = rng.choice(sorted(world.streams))
+                if rng.random() < 0.5:
+                    world.cancel(number)
+                else:
+                    world.finish(number, rng.choice(sorted(world.streams[number])))
+            else:
+                self.add()
+        world.settle(plan)
+
+    def run(self, operations: int) -> World:
+        for _ in range(operations):
+            self.operate()
+        self.world.drain()
+        return self.world
+
+
+@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("seed", [1])
+def test_every_stream_equals_its_solo_run(name: str, seed: int) -> None:
+    world = Driver(SETUPS[name], seed).run(2000)
+    assert {"stop", "length", "cancelled", "error"} <= set(world.ended)
+
+
+@pytest.mark.parametrize("seed", [11, 12, 13])
+def test_ten_thousand_operations(seed: int) -> None:
+    world = Driver(SETUPS[("full-tight", "mixed", "full-collisions")[seed % 3]], seed).run(10_000)
+    stats = world.ledger.stats()
+    assert world.scheduler.stats().preemptions > 50 and stats.hits > 50 and min(stats.evictions) > 50
+
+
+@pytest.mark.long(minutes=10)
+@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("seed", range(100, 106))
+def test_ten_thousand_operations_of_every_kind(name: str, seed: int) -> None:
+    Driver(SETUPS[name], seed).run(10_000)
+
+
+# ---------------------------------------------------------------- the ledger alone: fork, rewind, drafts
+
+
+class LedgerWorld:
+    """Rows that extend by spans (of which only a part may be committed, as with drafts), fork, rewind and leave."""
+
+    def __init__(self, setup: Setup, ledger: type[Ledger] = Ledger, memory: type[FakeMemory] = FakeMemory) -> None:
+        self.setup = setup
+        placed = groups(setup.mixers, setup.config)
+        self.seats = setup.config.rows
+        self.ledger = ledger(placed, prefix=setup.config.prefix, seats=self.seats, hasher=hasher(setup.hash_bits))
+        self.memory = memory(placed)
+        self.longest = min(setup.config.capacity, self.ledger.capacity)
+        self.rows: dict[int, Solo] = {}
+
+    def admit(self, seat: int, tokens: Sequence[int], root: bytes) -> None:
+        length = self.ledger.admit(seat, tokens, root)
+        if seat in self.rows:
+            assert length is None
+            return
+        assert length is not None and 0 <= length < max(1, len(tokens)) and length % self.setup.config.block_size == 0
+        self.rows[seat] = Solo(root, self.setup.mixers, tokens[:length])
+
+    def extend(self, spans: dict[int, tuple[list[int], int]]) -> bool:
+        """spans: seat -> (tokens to write, how many of them to commit).  False: the pool was too full."""
+        spans = {
+            seat: (tokens[: self.longest - len(self.rows[seat].tokens)], keep)
+            for seat, (tokens, keep) in spans.items()
+            if len(self.rows[seat].tokens) < self.longest
+        }
+        if not spans:
+            return True
+        before = self.ledger.stats()
+        placed = self.ledger.reserve(
+            [(seat, len(self.rows[seat].tokens), len(new)) for seat, (new, _) in spans.items()]
+        )
+        if placed is None:
+            assert self.ledger.stats() == before, "a refused reservation changed something"
+            return False
+        work = [(len(self.rows[seat].tokens), tokens) for seat, (tokens, _) in spans.items()]
+        roots = [self.rows[seat].root for seat in spans]
+        seen = self.memory.run(work, roots, placed, [1 << 30] * len(work))
+        for (seat, (tokens, keep)), values in zip(spans.items(), seen, strict=True):
+            solo = self.rows[seat]
+            start = len(solo.tokens)
+            alone = [solo.push(token) for token in tokens]
+            if alone != values:
+                raise Mismatch(f"seat {seat} at {start} + {len(tokens)} sees something else than alone")
+            solo.cut(start + min(keep, len(tokens)))
+            self.ledger.commit(seat, tokens[:keep])
+        return True
+
+    def fork(self, seat: int, child: int, length: int) -> None:
+        before = self.ledger.stats()
+        if self.ledger.fork(seat, child, length):
+            parent = self.rows[seat]
+            self.rows[child] = Solo(parent.root, self.setup.mixers)
+            self.rows[child].tokens, self.rows[child].seen = parent.tokens[:length], parent.seen[:length]
+        else:
+            assert self.ledger.stats() == before
+            assert any(mixer.window is not None for mixer in self.setup.mixers)
+
+    def rewind(self, seat: int, length: int) -> None:
+        kept = self.ledger.rewind(seat, length)
+        assert kept in (0, min(length, len(self.rows[seat].tokens)))
+        assert kept or not length or any(mixer.window is not None for mixer in self.setup.mixers)
+        self.rows[seat].cut(kept)
+
+    def release(self, seat: int, publish: bool) -> None:
+        self.ledger.release(seat, publish)
+        del self.rows[seat]
+
+    def check(self) -> None:
+        self.ledger.check()
+        for seat, solo in self.rows.items():
+            assert self.ledger.length(seat) == len(solo.tokens)
+
+    # -------- random operations
+
+    def operate(self, rng: random.Random, stems: Sequence[Sequence[int]]) -> None:
+        draw = rng.random()
+        seat = rng.randrange(self.seats)
+        taken, empty = seat in self.rows, [s for s in range(self.seats) if s not in self.rows]
+        if draw < 0.15:
+            self.admit(seat, rng.choice(stems)[: rng.randint(1, self.longest)], rng.choice((b"", b"", b"x")))
+        elif draw < 0.22 and taken and empty:
+            self.fork(seat, rng.choice(empty), rng.randint(0, len(self.rows[seat].tokens)))
+        elif draw < 0.34 and taken:
+            length = len(self.rows[seat].tokens)
+            self.rewind(seat, max(0, length - rng.randint(0, 5)) if rng.random() < 0.8 else rng.randint(0, length))
+        elif draw < 0.40 and taken:
+            self.release(seat, publish=rng.random() < 0.9)
+        elif draw < 0.402:
+            self.ledger.drop_prefixes()
+        elif not self.extend(self.spans(rng, stems)):
+            self.release(rng.choice(sorted(self.rows)), publish=True)
+
+    def spans(self, rng: random.Random, stems: Sequence[Sequence[int]]) -> dict[int, tuple[list[int], int]]:
+        """Half of the rows go on along a stem (so that prefixes match), with a stray token now and then."""
+        spans = {}
+        for seat in rng.sample(sorted(self.rows), rng.randint(0, len(self.rows))):
+            at = len(self.rows[seat].tokens)
+            count = rng.choice((1, 1, 1, rng.randint(1, self.setup.config.chunk)))
+            tokens = [t if rng.random() < 0.97 else 9 for t in stems[seat % len(stems)][at : at + count]]
+            if tokens:
+                spans[seat] = (tokens, len(tokens) if rng.random() < 0.8 else rng.randint(0, len(tokens)))
+        return spans
+
+    @classmethod
+    def random_run(cls, setup: Setup, seed: int, operations: int, check: bool = True, **parts: object) -> LedgerWorld:
+        rng = random.Random(seed)
+        world = cls(setup, **parts)  # type: ignore[arg-type]
+        stems = [[rng.randrange(3) for _ in range(world.longest)] for _ in range(2)]
+        for _ in range(operations):
+            world.operate(rng, stems)
+            if check:
+                world.check()
+        for seat in list(world.rows):
+            world.release(seat, publish=True)
+        if check:
+            world.check()
+            assert all(used == 0 for used in world.ledger.stats().used), "blocks leak"
+        return world
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_forks_rewinds_and_drafts_equal_solo_runs(name: str) -> None:
+    LedgerWorld.random_run(SETUPS[name], 5, 3000)
+
+
+@pytest.mark.long(minutes=5)
+@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("seed", range(200, 206))
+def test_ten_thousand_forks_rewinds_and_drafts(name: str, seed: int) -> None:
+    LedgerWorld.random_run(SETUPS[name], seed, 10_000)
+
+
+# ---------------------------------------------------------------- hypothesis: the same worlds, with shrinking
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
+MACHINE = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+
+
+class StreamMachine(RuleBasedStateMachine):
+    """Requests come, are cancelled, finish, fail and are preempted in a pool that is nearly always full."""
+
+    @initialize(name=st.sampled_from(sorted(SETUPS)))
+    def start(self, name: str) -> None:
+        self.world = World(SETUPS[name])
+        self.longest = min(SETUPS[name].limit, self.world.ledger.capacity)
+
+    @rule(
+        prompt=TOKENS,
+        n=st.integers(1, 3),
+        max_tokens=st.none() | st.integers(0, 8),
+        scores=st.none() | st.just(0),
+        root=st.sampled_from((b"", b"x")),
+    )
+    def add(self, prompt: list[int], n: int, max_tokens: int | None, scores: int | None, root: bytes) -> None:
+        if len(self.world.streams) < 8 and len(prompt) + (max_tokens or 0) <= self.longest:
+            self.world.add(prompt, Sampling(n=n, max_tokens=max_tokens, prompt_logprobs=scores), root)
+
+    @precondition(lambda self: self.world.streams)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        self.world.cancel(data.draw(st.sampled_from(sorted(self.world.streams))))
+
+    @precondition(lambda self: self.world.streams)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.world.streams)))
+        self.world.finish(number, data.draw(st.sampled_from(sorted(self.world.streams[number]))))
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.world.step()
+
+    @precondition(lambda self: self.world.streams)
+    @rule(data=st.data())
+    def fault(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.world.streams)))
+        self.world.step(faults=lambda row: row.request == number)
+
+    @precondition(lambda self: self.world.streams)
+    @rule(data=st.data())
+    def cancel_in_flight(self, data: st.DataObject) -> None:
+        plan = self.world.plan()
+        assert plan is not None
+        self.world.cancel(data.draw(st.sampled_from(sorted(self.world.streams))))
+        self.world.settle(plan)
+
+    @invariant()
+    def lawful(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain()
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Rows admit, extend, fork, rewind and leave; each still sees only what it would alone."""
+
+    @initialize(name=st.sampled_from(sorted(SETUPS)))
+    def start(self, name: str) -> None:
+        self.world = LedgerWorld(SETUPS[name])
+
+    def seats(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.world.rows)))
+
+    @rule(seat=st.integers(0, 3), tokens=TOKENS)
+    def admit(self, seat: int, tokens: list[int]) -> None:
+        self.world.admit(seat, tokens, b"")
+
+    @precondition(lambda self: self.world.rows)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5), keep=st.integers(0, 5))
+    def extend(self, data: st.DataObject, tokens: list[int], keep: int) -> None:
+        seats = data.draw(st.lists(st.sampled_from(sorted(self.world.rows)), min_size=1, unique=True))
+        if not self.world.extend(dict.fromkeys(seats, (tokens, keep))):
+            self.world.release(seats[0], publish=True)
+
+    @precondition(lambda self: 0 < len(self.world.rows) < self.world.seats)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        seat = self.seats(data)
+        child = next(s for s in range(self.world.seats) if s not in self.world.rows)
+        self.world.fork(seat, child, data.draw(st.integers(0, len(self.world.rows[seat].tokens))))
+
+    @precondition(lambda self: self.world.rows)
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        seat = self.seats(data)
+        self.world.rewind(seat, data.draw(st.integers(0, len(self.world.rows[seat].tokens))))
+
+    @precondition(lambda self: self.world.rows)
+    @rule(data=st.data(), publish=st.booleans())
+    def release(self, data: st.DataObject, publish: bool) -> None:
+        self.world.release(self.seats(data), publish)
+
+    @invariant()
+    def lawful(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+
+class TestStreamMachine(StreamMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = MACHINE
+
+
+class TestLedgerMachine(LedgerMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = MACHINE
+
+
+@pytest.mark.long(minutes=10)
+class TestStreamMachineLong(StreamMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(MACHINE, max_examples=1000, stateful_step_count=60)
+
+
+@pytest.mark.long(minutes=5)
+class TestLedgerMachineLong(LedgerMachine.TestCase):  # type: ignore[name-defined, misc]
+    settings = settings(MACHINE, max_examples=1000, stateful_step_count=60)
+
+
+# ---------------------------------------------------------------- broken on purpose
+
+
+class NoCopyOnWrite(Ledger):
+    def _shared(self, pool: object, block: int, refs: int) -> bool:
+        return False
+
+
+class NoClearing(FakeMemory):
+    def apply(self, moves: Moves) -> None:
+        super().apply(moves._replace(clear=tuple(() for _ in moves.clear)))
+
+
+class CopiesTooLittle(FakeMemory):
+    def apply(self, moves: Moves) -> None:
+        less = [tuple((source, target, kept - 1) for source, target, kept in copies) for copies in moves.copy]
+        super().apply(moves._replace(copy=tuple(less)))
+
+
+class KeepsLess(Ledger):
+    """Drops a windowed row's block one token too early."""
+
+    def _first_needed(self, index: int, start: int) -> int:
+        return max(0, start - self._windows[index] + 2) // self._sizes[index]
+
+
+class ClaimsAll(Ledger):
+    """Forks and rewinds without asking whether the window before that point is still held."""
+
+    def _window_held(self, seat: object, length: int) -> bool:
+        return True
+
+
+class Trusting(Prefixes):
+    """Believes a digest without comparing tokens and parent."""
+
+    def find(self, parent: Prefix | None, tokens: bytes) -> Prefix | None:
+        return self._known.get(self._key(parent, tokens))
+
+
+class TrustsTheHash(Ledger):
+    def __init__(self, placed: Sequence[Group], *, prefix: bool, seats: int, hasher: Callable[[bytes], bytes]) -> None:
+        super().__init__(placed, prefix=prefix, seats=seats, hasher=hasher)
+        self._prefixes = Trusting(hasher)
+
+
+def broken(setup: str, operations: int = 4000, **parts: object) -> None:
+    """The same run as above must not pass.  Checks are off, so that it is the streams that notice."""
+    with pytest.raises(Mismatch):
+        Driver(SETUPS[setup], 1, check=False, **parts).run(operations)
+
+
+@pytest.mark.parametrize("setup", ["full-tight", "mixed", "contiguous"])
+def test_without_copy_on_write_streams_differ(setup: str) -> None:
+    broken(setup, ledger=NoCopyOnWrite)
+
+
+@pytest.mark.parametrize("setup", ["full-tight", "mixed", "windows"])  # in a ring, stale positions lie ahead
+def test_without_clearing_streams_differ(setup: str) -> None:
+    broken(setup, memory=NoClearing)
+
+
+@pytest.mark.parametrize("setup", ["full-tight", "mixed", "contiguous"])
+def test_a_copy_that_keeps_too_little_is_noticed(setup: str) -> None:
+    broken(setup, memory=CopiesTooLittle)
+
+
+def test_a_window_that_drops_too_early_is_noticed() -> None:
+    broken("mixed-tall", ledger=KeepsLess)
+
+
+@pytest.mark.parametrize("setup", ["contiguous", "windows"])
+def test_a_fork_behind_the_window_is_noticed(setup: str) -> None:
+    with pytest.raises(Mismatch):
+        LedgerWorld.random_run(SETUPS[setup], 1, 4000, check=False, ledger=ClaimsAll)
+
+
+def test_trusting_an_8_bit_hash_is_noticed() -> None:
+    broken("full-collisions", ledger=TrustsTheHash)

@@ -1,0 +1,89 @@
+"""Tiny random models for the tests: every axis of the config by a short name, every parameter randomised."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from kvad import config as cfg
+from kvad.config import ModelConfig
+from kvad.model.transformer import Transformer
+
+WIDTH, VOCAB, LIMIT = 24, 67, 96
+POSITIONS = ("none", "learned", "sinusoidal", "rope", "rope-partial", "rope-dynamic", "rope-longrope", "alibi", "t5")
+NORMS = ("pre", "post", "sandwich", "parallel")
+HEADS = ("mha", "gqa", "mqa", "value-dim", "qk-norm", "softcap", "sinks", "window", "window-mix")
+
+
+def attention(position: str, heads: str) -> cfg.Attention:
+    """Six query heads (not a power of two) of eight dims, whatever the axis asks."""
+    encodings: dict[str, cfg.Rope | cfg.Alibi | cfg.T5Bias | None] = {
+        "rope": cfg.Rope(theta=100.0),
+        "rope-partial": cfg.Rope(theta=100.0, fraction=0.5, interleaved=True),
+        "rope-dynamic": cfg.Rope(theta=100.0, scaling=cfg.DynamicScaling(factor=2.0, original=20)),
+        "rope-longrope": cfg.Rope(
+            scaling=cfg.LongRopeScaling(short=(1.0, 1.1, 1.2, 1.3), long=(2.0, 3.0, 4.0, 5.0), original=20)
+        ),
+        "alibi": cfg.Alibi(),
+        "t5": cfg.T5Bias(buckets=8, max_distance=20),
+    }
+    kv_heads = {"gqa": 3, "window": 2, "window-mix": 2, "mqa": 1, "sinks": 2, "softcap": 3, "value-dim": 3}.get(
+        heads, 6
+    )
+    return cfg.Attention(
+        heads=6,
+        kv_heads=kv_heads,
+        head_dim=8,
+        value_dim=6 if heads == "value-dim" else None,
+        position=encodings.get(position),
+        window=7 if heads in ("window", "window-mix") else None,
+        qk_norm="head" if heads == "qk-norm" else "none",
+        softcap=3.0 if heads == "softcap" else None,
+        sinks=heads == "sinks",
+        bias=heads == "mha",
+        out_bias=heads == "mha",
+    )
+
+
+def model_config(position: str = "rope", norm: str = "pre", heads: str = "gqa", layers: int = 2) -> ModelConfig:
+    kind = cfg.Norm("layer", bias=True) if norm == "post" else cfg.Norm("rms", unit_offset=norm == "sandwich")
+    mixer = attention(position, heads)
+    mlp = cfg.Plain(40, "gelu", bias=True) if norm == "post" else cfg.Gated(40)
+    kinds = {"L": cfg.Layer(mixer, mlp, kind)}
+    if heads == "window-mix":
+        kinds["G"] = cfg.Layer(attention(position, "gqa"), mlp, kind)
+    place = "pre" if norm not in NORMS else norm
+    absolute: cfg.LearnedPositions | cfg.SinusoidalPositions | None = None
+    if position == "learned":
+        absolute = cfg.LearnedPositions(LIMIT + 2, offset=2)
+    elif position == "sinusoidal":
+        absolute = cfg.SinusoidalPositions()
+    return ModelConfig(
+        width=WIDTH,
+        vocab=VOCAB,
+        limit=LIMIT,
+        decoder=cfg.Stack(layers, kinds, "LG" if heads == "window-mix" else "L", norm_place=place),  # type: ignore[arg-type]
+        position=absolute,
+        tie=norm != "post",
+        head=cfg.Head(bias=norm == "post"),
+    )
+
+
+def build(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Transformer:
+    """Every parameter random, so that a dropped bias or a swapped norm shows; logits of the size of a few units."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Transformer(config)
+    for name, parameter in model.named_parameters():
+        randomise(name, parameter, generator)
+    return model.to(dtype).eval()
+
+
+def randomise(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+    noise = torch.randn(parameter.shape, generator=generator)
+    with torch.no_grad():
+        if "norm" in name and name.endswith("weight"):
+            parameter.add_(0.2 * noise)
+        elif parameter.dim() < 2 or "relative" in name:
+            parameter.copy_(0.5 * noise)
+        else:
+            parameter.copy_(noise * (1.6 / parameter.shape[-1] ** 0.5))

@@ -1,0 +1,146 @@
+"""What the notes say about generation, streams and reuse (001, 002, 004 sections 3.3, 4.8), through kvad's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvad import LLM
+from kvad import config as cfg
+from kvad.cache.sizing import CacheConfig
+from kvad.engine.engine import Engine, Piece
+from kvad.engine.request import Sampling
+from kvad.errors import RequestError, TokenizerError
+from kvad.model.transformer import Transformer
+from kvad.text.plain import ByteTokenizer
+from kvad.text.words import WordTokenizer
+
+Build = Callable[..., Transformer]
+Hidden = Callable[..., Tensor]
+GREEDY = Sampling(temperature=0, max_tokens=6)
+
+
+def engine_of(model: Transformer, **cache: Any) -> Engine:
+    fields: dict[str, Any] = {"capacity": 64, "rows": 4, "block_size": 4, "dtype": "float64"}
+    return Engine(model, CacheConfig(**(fields | cache)))
+
+
+def run(engine: Engine, *requests: int) -> dict[int, list[Piece]]:
+    pieces: dict[int, list[Piece]] = {request: [] for request in requests}
+    while not engine.idle:
+        for piece in engine.step():
+            pieces[piece.request].append(piece)
+    return pieces
+
+
+def tokens_of(pieces: list[Piece]) -> list[int]:
+    return [piece.token for piece in pieces if piece.token is not None]
+
+
+def greedy(model: Transformer, hidden: Hidden, prompt: list[int], count: int) -> list[int]:
+    """001, Key-Value Cache: concatenate the new token, run it all again."""
+    text = list(prompt)
+    for _ in range(count):
+        states = hidden(model, torch.tensor(text))
+        with torch.inference_mode():
+            text.append(int(model.logits(states, torch.tensor([len(text) - 1])).argmax()))
+    return text[len(prompt) :]
+
+
+def test_a_prefix_is_reused_by_any_row_and_only_a_prefix(build: Build, hidden: Hidden) -> None:
+    """001: "IFF the whole input is the same except for the last part": the longest equal prefix, by whichever row."""
+    model = build(position=cfg.Rope())
+    engine, shared = engine_of(model), list(range(1, 13))
+    prompts = [[*shared, 13, 14], [*shared, 20, 21, 22, 23, 24, 25], [*shared[:6], 30, *shared[7:]], [31, *shared]]
+    cached = []
+    for prompt in prompts:
+        request = engine.submit(prompt, GREEDY)
+        assert tokens_of(run(engine, request)[request]) == greedy(model, hidden, prompt, 6)
+        cached.append(engine.usage(request).cached)
+    assert cached == [0, 12, 4, 0]  # blocks of 4: whole ones up to the first difference; a shifted text shares nothing
+
+
+def test_generation_ends_at_the_stop_token(build: Build, hidden: Hidden) -> None:
+    """001, Input & Output; 002, the decoder: until END; without one, until the limit; the reason says which."""
+    model = build(position=cfg.Rope())
+    expected = greedy(model, hidden, [1, 2, 3], 6)
+    stop = expected[3]
+    engine = engine_of(model)
+    request = engine.submit([1, 2, 3], Sampling(temperature=0, max_tokens=6, stop_tokens=(stop,)))
+    pieces = run(engine, request)[request]
+    assert tokens_of(pieces) == expected[: expected.index(stop) + 1] and pieces[-1].finish == "stop"
+    request = engine.submit([1, 2, 3], GREEDY)
+    pieces = run(engine, request)[request]
+    assert tokens_of(pieces) == expected and pieces[-1].finish == "length"
+
+
+def test_an_empty_prompt_opens_with_the_document_token(build: Build) -> None:
+    """000 section 1.3: generation may begin with a start token alone; 002: the first input is BOS."""
+    tokenizer, cache = ByteTokenizer(), CacheConfig(capacity=64, rows=1, dtype="float64")
+    opening = tokenizer.specials.separator
+    assert opening is not None
+    with LLM(build(vocab=tokenizer.vocab_size), tokenizer, cache) as llm:
+        one, other = (llm.generate(p, temperature=0, max_tokens=4, ignore_eos=True) for p in ("", [opening]))
+        assert len(one.tokens) == 4 and one.tokens == other.tokens
+    with LLM(build(), None, cache) as llm, pytest.raises(RequestError, match="no opening token"):
+        llm.generate([])
+
+
+def test_an_unknown_word_becomes_unk(capsys: pytest.CaptureFixture[str]) -> None:
+    """002: a word outside the vocabulary is UNK; said on stderr, or an error that names the word."""
+    tokenizer = WordTokenizer(["a", "kid"])
+    a, unk, kid = tokenizer.encode("a golem kid")
+    assert unk == tokenizer.specials.unk and len({a, unk, kid}) == 3
+    assert "'golem'" in capsys.readouterr().err
+    with pytest.raises(TokenizerError, match="golem"):
+        WordTokenizer(["a", "kid"], on_unknown="error").encode("a golem kid")
+
+
+def test_the_context_window_is_a_limit_that_is_said(build: Build) -> None:
+    """001, Input & Output: n reaches up to the context window; beyond it, an error with both numbers, never a cut."""
+    engine = engine_of(build(limit=20), capacity=20)
+    request = engine.submit(list(range(1, 18)), Sampling(temperature=0, ignore_eos=True))
+    assert len(tokens_of(run(engine, request)[request])) == 3
+    with pytest.raises(RequestError, match=r"21 .*20"):
+        engine.submit([1] * 21, GREEDY)
+
+
+def test_streams_that_end_early_give_their_blocks_back(build: Build, hidden: Hidden) -> None:
+    """004 section 4.8: no mask has to be kept for a stream that has ended; the others go on as if it never was."""
+    model = build(position=cfg.Rope())
+    engine = engine_of(model, prefix=False)
+    (pool,) = engine.ledger.pools
+    short = engine.submit([9, 8, 7, 6, 5], Sampling(temperature=0, max_tokens=1))
+    long = engine.submit([1, 2, 3], Sampling(temperature=0, max_tokens=12))
+    engine.step()
+    assert engine.usage(short).completion == 1 and pool.live == 1  # the prompt of 3; the other's 2 blocks are free
+    assert tokens_of(run(engine, short, long)[long]) == greedy(model, hidden, [1, 2, 3], 12)[1:]
+    assert pool.free == pool.total
+
+
+def test_a_long_row_does_not_lengthen_the_reads_of_short_ones(build: Build) -> None:
+    """004 section 4.8: group streams by length; a lane reads what its own rows need."""
+    engine = engine_of(build(limit=1024), capacity=1024, chunk=1024)
+    for prompt in ([1] * 900, [2] * 5, [3] * 6, [4] * 7):
+        engine.submit(prompt, GREEDY)
+    engine.step()
+    plan = engine.scheduler.plan()
+    assert plan is not None
+    reads = sorted((lane.rows, lane.read) for lane in plan.lanes)
+    assert [rows for rows, _ in reads] == [1, 3]
+    assert reads[0][1] >= 901 and reads[1][1] <= 64
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_a_window_holds_only_its_window(layout: str, build: Build, hidden: Hidden) -> None:
+    """004 sections 3.3 and 4.14: local attention needs the recent keys only, and its pool has room for no more."""
+    model = build(position=cfg.Rope(), window=8)
+    engine = engine_of(model, layout=layout, rows=1, chunk=4, prefix=False)
+    (group,) = engine.memory.groups
+    assert group.usable * group.block_size <= 8 + 4 - 1 + 2 * 4 < 64
+    request = engine.submit(list(range(1, 20)), Sampling(temperature=0, max_tokens=30))
+    assert tokens_of(run(engine, request)[request]) == greedy(model, hidden, list(range(1, 20)), 30)

@@ -1,0 +1,38 @@
+"""A small covering array: few cases in which every pair of values of every two axes meets at least once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+
+Case = dict[str, str]
+
+
+def full(axes: Mapping[str, Sequence[str]]) -> list[Case]:
+    """The whole product."""
+    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+
+
+def pairwise(axes: Mapping[str, Sequence[str]], seed: int = 0, tries: int = 50) -> list[Case]:
+    """Greedy: each case is the one, of ``tries`` random ones grown around an open pair, that closes the most pairs."""
+    draw = random.Random(seed)
+    names = list(axes)
+    open_pairs = {(a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]}
+    cases: list[Case] = []
+    while open_pairs:
+        a, x, b, y = min(open_pairs)
+        best: Case = {}
+        gain = -1
+        for _ in range(tries):
+            case = {name: draw.choice(axes[name]) for name in names} | {a: x, b: y}
+            closed = len(_pairs(case, names) & open_pairs)
+            if closed > gain:
+                best, gain = case, closed
+        cases.append(best)
+        open_pairs -= _pairs(best, names)
+    return cases
+
+
+def _pairs(case: Case, names: Sequence[str]) -> set[tuple[str, str, str, str]]:
+    return {(a, case[a], b, case[b]) for a, b in itertools.combinations(names, 2)}

@@ -1,0 +1,167 @@
+"""The oracle: whatever the memory, the logits are those of the model that forgets.
+
+Layout x cache dtype x position encoding x norm placement x kind of heads x what happens to the rows.  A covering set
+(every pair of values of every two axes) runs in ``make test``, the full product in ``make test-long``.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvad.cache.sizing import CacheConfig
+from kvad.model.transformer import Transformer
+from tests.drive import Run, Stream, drive, worst
+from tests.models import HEADS, NORMS, POSITIONS, VOCAB, build, model_config
+from tests.pairwise import Case, full, pairwise
+
+SCENARIOS = ("solo", "ragged", "chunked", "mixed", "preempted", "prefix-hit", "forked", "long-and-short")
+AXES = {
+    "layout": ("paged", "contiguous"),
+    "dtype": ("float64", "float32", "bfloat16", "float16"),
+    "position": POSITIONS,
+    "norm": NORMS,
+    "heads": HEADS,
+    "scenario": SCENARIOS,
+}
+# max |dlogit| over logits of a few units; what is stored is rounded, what is computed is not.
+TOLERANCE = {"float64": 1e-10, "float32": 2e-4, "bfloat16": 1.0, "float16": 0.15}
+
+
+def streams_of(scenario: str, draw: random.Random) -> list[Stream]:
+    def text(length: int) -> list[int]:
+        return [draw.randrange(VOCAB) for _ in range(length)]
+
+    if scenario == "solo":
+        return [Stream(text(11), [text(9)])]
+    if scenario == "mixed":
+        return [Stream(text(4 + 9 * i), [text(12)], arrives=3 * i) for i in range(4)]
+    if scenario == "prefix-hit":
+        shared = text(26)
+        first = [Stream(shared + text(3), [text(5)]), Stream(shared[:17] + text(2), [text(6)], arrives=1000)]
+        return [
+            *first,
+            Stream(list(shared), [text(4)], arrives=1000),
+            Stream(shared + text(1), [text(3)], arrives=1000),
+        ]
+    if scenario == "forked":
+        return [Stream(text(14), [text(8), text(8), text(8)]), Stream(text(5), [text(4)])]
+    if scenario == "long-and-short":
+        return [Stream(text(70), [text(8)]), *(Stream(text(2 + i), [text(8)]) for i in range(3))]
+    return [Stream(text(n), [text(10)]) for n in (3, 21, 9, 14)]
+
+
+def cache_of(case: Case) -> CacheConfig:
+    scenario, paged = case["scenario"], case["layout"] == "paged"
+    tight = scenario == "preempted"
+    return CacheConfig(
+        layout="paged" if paged else "contiguous",
+        dtype=case["dtype"],
+        block_size=4,
+        rows=2 if tight and not paged else 4,
+        capacity=96,
+        chunk=5 if scenario in ("chunked", "mixed") else 32,
+        blocks=13 if tight and paged and case["heads"] != "window" else None,
+    )
+
+
+def happened(case: Case, run: Run) -> None:
+    """A scenario that silently did not happen would prove nothing."""
+    scenario, paged = case["scenario"], case["layout"] == "paged"
+    if scenario == "mixed":
+        assert run.mixed > 0
+    if scenario in ("ragged", "forked", "long-and-short"):
+        assert run.widest == 4
+    if scenario == "preempted" and paged and case["heads"] != "window":
+        assert run.preemptions > 0
+    if scenario == "prefix-hit" and paged and case["position"] != "rope-dynamic":  # there, other limits, other keys
+        assert run.hit_tokens >= 16 + 24 + 24
+    if scenario == "forked":
+        assert run.copies > 0
+    if scenario == "long-and-short" and paged and case["heads"] != "window":
+        assert run.lanes > 1
+
+
+def measure(case: Case) -> float:
+    draw = random.Random(repr(case))
+    dtype = torch.float64 if case["dtype"] == "float64" else torch.float32
+    model = build(model_config(case["position"], case["norm"], case["heads"]), dtype=dtype)
+    streams = streams_of(case["scenario"], draw)
+    run = drive(model, cache_of(case), streams, poison=True)
+    happened(case, run)
+    return worst(model, streams, run)
+
+
+def case_id(case: Case) -> str:
+    return "-".join(case.values())
+
+
+@pytest.mark.parametrize("case", pairwise(AXES), ids=case_id)
+def test_a_cache_changes_nothing(case: Case) -> None:
+    assert measure(case) <= TOLERANCE[case["dtype"]]
+
+
+@pytest.mark.long(minutes=60)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_cache_changes_nothing_in_the_full_product(position: str, heads: str) -> None:
+    axes = AXES | {"position": (position,), "heads": (heads,)}
+    wrong = {case_id(case): d for case in full(axes) if not (d := measure(case)) <= TOLERANCE[case["dtype"]]}
+    assert not wrong
+
+
+# ---------------------------------------------------------------- the oracle can object
+
+
+def exact_case(**change: str) -> Case:
+    case = {"layout": "paged", "dtype": "float64", "position": "rope", "norm": "pre", "heads": "gqa"}
+    return case | {"scenario": "ragged"} | change
+
+
+def hurt(monkeypatch: pytest.MonkeyPatch, name: str, replacement: object) -> None:
+    from kvad.cache import memory
+
+    monkeypatch.setattr(memory.Memory, name, replacement)
+
+
+def test_without_clearing_the_oracle_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurt(monkeypatch, "_clear", lambda *_: None)
+    assert not measure(exact_case(scenario="preempted")) <= 1e-3
+
+
+def test_without_copy_on_write_the_oracle_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurt(monkeypatch, "_copy", lambda *_: None)
+    assert not measure(exact_case(scenario="forked")) <= 1e-3
+
+
+@pytest.mark.parametrize("heads", ["window", "gqa"])
+def test_a_lost_position_is_heard(monkeypatch: pytest.MonkeyPatch, heads: str) -> None:
+    from kvad.cache import memory
+
+    real = memory.read_column
+
+    def shifted(column: torch.Tensor, table: memory.Table) -> torch.Tensor:
+        marks = real(column, table)
+        return torch.where(marks == 2, -1, marks)
+
+    monkeypatch.setattr(memory, "read_column", shifted)
+    assert not measure(exact_case(heads=heads)) <= 1e-3
+
+
+def test_a_model_s_own_float32_is_judged_against_its_own_float32() -> None:
+    """The tolerance of float32 is rounding, not luck: the float64 twin of every float32 case is exact."""
+    assert measure(exact_case(dtype="float64")) <= 1e-10
+    assert 0 < measure(exact_case(dtype="float32")) <= TOLERANCE["float32"]
+
+
+def test_the_judge_is_not_the_judged() -> None:
+    """Fresh with the plain kernel and a cache with the fused one: two computations, not one compared with itself."""
+    model = build(model_config())
+    assert isinstance(model, Transformer)
+    streams = [Stream([1, 2, 3], [[4, 5]])]
+    run = drive(model, CacheConfig(dtype="float64", rows=1, capacity=16, block_size=4), streams)
+    assert 0 <= worst(model, streams, run) <= 1e-10
+    streams[0].continuations[0][0] = 6  # another text: the judge must object
+    assert worst(model, streams, run) > 1e-3
