@@ -58,16 +58,19 @@ class LLM:
         dtype: str | None = None,
         device: str = "cpu",
         memory: CacheConfig | None = None,
+        cache_dtype: str | None = None,
         **cache: Any,
     ) -> LLM:
         """Load a checkpoint folder.
 
         ``dtype``: what the model computes in (default: what the checkpoint stores).  ``memory``: the cache's
-        configuration, or its fields as keywords (``rows=4, capacity=2048, layout="contiguous", dtype="bfloat16"`` goes
-        in ``memory``).  Raises CheckpointError for a folder that is not a whole checkpoint, ConfigError for a cache
-        that cannot be, MemoryPlanError (before anything is allocated) for one that would not fit.
+        configuration; or its fields as keywords (``rows=4, capacity=2048, layout="contiguous"``), its dtype as
+        ``cache_dtype`` (default: the model's).  Raises CheckpointError for a folder that is not a whole checkpoint,
+        ConfigError for a cache that cannot be, MemoryPlanError (before it is allocated) for one that would not fit.
         """
         model, checkpoint = load_model(Path(path), dtype=dtype, device=device)
+        if cache_dtype is not None:
+            cache["dtype"] = cache_dtype
         config = memory if memory is not None else default_cache(model, **cache)
         if memory is not None and cache:
             raise RequestError(f"memory= and {next(iter(cache))}= both given", "put it in the CacheConfig")

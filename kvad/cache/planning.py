@@ -26,7 +26,7 @@ scratch of a group, for one layer at a time (``cache/layout.py``, ``ops/attend.p
 
 activations, the largest of three moments:
 
-    attention   c T (4 E + 4 (H D + K D) + 2 K Dv + 3 H Dv)   stream, norm; q, k before, while and after turning; outputs
+    attention   c T (4 E + 4 (H D + K D) + 2 K Dv + 3 H Dv)   stream, norm; q, k while they turn, v; outputs
     MLP         c T (5 E + 3 F)                               stream before and after attention, norm; gate, up, product
     logits      c T E + rows V (c + 3 * 4)                    one per row, and the sampler's float32 copies
 """
@@ -173,7 +173,7 @@ def _advice(plan: MemoryPlan, available: int) -> str:
         return f"no row fits: without any cache it takes {_shown(least)}; smaller weights or a smaller dtype would"
     same_length = [fit for fit in found if fit.capacity == plan.cache.capacity][-1:]
     same_rows = [fit for fit in found if fit.rows <= plan.cache.rows][-1:]
-    lines = sorted({(fit.rows, fit.capacity) for fit in same_length + same_rows + found[:1]})
+    lines = sorted({(fit.rows, fit.capacity) for fit in (*same_length, *same_rows, found[0])})
     shown = (f"{rows} row{'s' if rows > 1 else ''} of {capacity:,} tokens" for rows, capacity in lines)
     return f"what would fit: {', or '.join(shown)}"
 

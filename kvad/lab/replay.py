@@ -22,7 +22,7 @@ from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.config import mixers
 from kvad.engine.request import Result, Sampling
 from kvad.engine.runner import Cache, Runner
-from kvad.engine.scheduler import Plan, Scheduler, Work
+from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
@@ -55,13 +55,14 @@ class Stream(NamedTuple):
 
 @dataclass
 class Happened:
-    """What a replay really did.  ``mixed``: steps with decoding and prefilling rows together; ``chunked``: prompts
-    cut into several spans; ``recomputed``: tokens computed again after a preemption."""
+    """What a replay really did.  ``chunks``: spans that ended inside a prompt; ``mixed``: steps with decoding and
+    prefilling rows together; ``recomputed``: tokens computed again after a preemption; ``hit_tokens``: prompt tokens
+    that a row found in the cache when it was first seated; ``longest``: the longest row, in tokens."""
 
     rows: int = 0
     steps: int = 0
     tokens: int = 0
-    chunked: int = 0
+    chunks: int = 0
     mixed: int = 0
     preemptions: int = 0
     recomputed: int = 0
@@ -119,7 +120,7 @@ def replay(
         scheduler.check()
     happened.preemptions = scheduler.stats().preemptions
     happened.forks = ledger.forks
-    happened.hit_tokens = ledger.stats().hit_tokens
+    happened.hit_tokens = sum(usage.cached for usage in driver.usages)
     return driver.replayed
 
 
@@ -175,6 +176,7 @@ class _Driver:
         self._waiting = set(range(len(streams)))
         self._begun: set[int] = set()
         self._reached: dict[Key, int] = {}
+        self.usages: list[Usage] = []
         self._submit()
 
     def _submit(self) -> None:
@@ -186,7 +188,7 @@ class _Driver:
                 assert count and all(len(forced) == count for forced in stream.forced), "samples of unequal lengths"
                 sampling = Sampling(max_tokens=count, temperature=0, n=len(stream.forced))
                 root = self.runner.regime(stream.limit).encode()
-                self.scheduler.add(number, stream.prompt, sampling, root)
+                self.usages.append(self.scheduler.add(number, stream.prompt, sampling, root))
 
     def step(self, watch: Callable[[Plan], None] | None, keep: bool) -> bool:
         """One plan; True when nothing is left."""
@@ -217,10 +219,9 @@ class _Driver:
         for work in plan.work:
             key, end = key_of(work), work.start + work.count
             reached = self._reached.get(key, 0)
-            first_time = end > reached
             happened.tokens += work.count
             happened.recomputed += max(0, min(end, reached) - work.start)
-            happened.chunked += first_time and work.start < work.row.prompt_len <= end and work.count < end
+            happened.chunks += end < work.row.prompt_len
             happened.longest = max(happened.longest, end)
             self._reached[key] = max(reached, end)
             if keep:

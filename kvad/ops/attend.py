@@ -11,6 +11,7 @@ a block that is not finite is computed again by the reference, which looks at wh
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ class Reading:
         self.shape = (rows, new, keys.position.shape[-1])
         self._small = math.prod(self.shape) <= MASK_BUDGET
         self._visible: Tensor | None = None
-        self._biases: dict[int, Tensor] = {}
+        self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by id, beside what it belongs to: ids are used again
 
     def visible(self, low: int, high: int) -> Tensor:
         """[R, high - low, S] of booleans for queries low..high."""
@@ -63,8 +64,8 @@ class Reading:
         if math.prod(self.shape) * source.shape[-1] > MASK_BUDGET:
             return distance_bias(bias, self.queries.position[:, low:high], self.keys.position)
         if id(source) not in self._biases:
-            self._biases[id(source)] = distance_bias(bias, self.queries.position, self.keys.position)
-        return self._biases[id(source)][:, :, low:high]
+            self._biases[id(source)] = source, distance_bias(bias, self.queries.position, self.keys.position)
+        return self._biases[id(source)][1][:, :, low:high]
 
     def queries_at_once(self, heads: int, scores: bool) -> int:
         """How many queries to take per block so that what is made beside k and v stays within the budgets."""
@@ -92,20 +93,36 @@ def attend(
     heads, new = q.shape[2], q.shape[1]
     plain = score.softcap is None and score.sink_logits is None and not want
     fused = plain and kernel != "reference" and not (q.dtype == torch.float16 and q.device.type == "cpu")
-    size = reading.queries_at_once(heads, scores=not fused or score.bias is not None)
-    blocks = []
-    for low in range(0, new, size):
-        high = min(low + size, new)
-        block = q[:, low:high]
-        done = Attended(_fused(block, k, v, reading, score, low, high)) if fused else None
-        if done is None or not _finite(done.out):
-            done = _reference(block, k, v, reading, score, low, high, want)
-        blocks.append(done)
+    blocks = list(_blocks(q, k, v, reading, score, fused, want))
     if len(blocks) == 1:
         return blocks[0]
     weights = torch.cat([b.weights for b in blocks if b.weights is not None], dim=2) if want else None
     scores = torch.cat([b.scores for b in blocks if b.scores is not None], dim=2) if want else None
     return Attended(torch.cat([b.out for b in blocks], dim=1), weights, scores)
+
+
+def _blocks(
+    q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, fused: bool, want: bool
+) -> Iterator[Attended]:
+    """The answer, a block of queries at a time; a fused block that is not finite is cut again for the reference."""
+    heads, new = q.shape[2], q.shape[1]
+    small = reading.queries_at_once(heads, scores=True)
+    if fused:  # with a bias, or with values of another width, torch makes the scores as well
+        streams = score.bias is None and v.shape[-1] == q.shape[-1]
+        size = reading.queries_at_once(heads, scores=False) if streams else small
+        for low in range(0, new, size):
+            high = min(low + size, new)
+            out = _fused(q[:, low:high], k, v, reading, score, low, high)
+            if _finite(out):
+                yield Attended(out)
+            else:
+                for start in range(low, high, small):
+                    end = min(start + small, high)
+                    yield _reference(q[:, start:end], k, v, reading, score, start, end, want)
+        return
+    for low in range(0, new, small):
+        high = min(low + small, new)
+        yield _reference(q[:, low:high], k, v, reading, score, low, high, want)
 
 
 def _finite(x: Tensor) -> bool:
@@ -115,7 +132,8 @@ def _finite(x: Tensor) -> bool:
 def _fused(q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low: int, high: int) -> Tensor:
     mask = reading.visible(low, high).unsqueeze(1)
     if score.bias is not None:
-        mask = reading.bias(score.bias, low, high).to(q.dtype).masked_fill(~mask, -math.inf)
+        wide = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+        mask = reading.bias(score.bias, low, high).to(wide).masked_fill(~mask, -math.inf)
     rows, new, heads, dim = q.shape
     kv_heads = k.shape[1]
     if new == 1 and heads != kv_heads:  # one query: its group's heads become the queries of one kv head

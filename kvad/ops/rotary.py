@@ -19,14 +19,14 @@ class Angles:
 
     def __init__(self, positions: Tensor) -> None:
         self._positions = positions
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+        self._known: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         """x [T, H, D] -> the same shape, its first ``2 * inv_freq.shape[-1]`` dimensions turned."""
-        key = id(rotary.inv_freq)
-        if key not in self._known:
-            self._known[key] = self._tables(rotary)
-        cos, sin = self._known[key]
+        key = (id(rotary.inv_freq), rotary.factor)
+        if key not in self._known:  # kept beside the table itself: an id is used again once its owner is gone
+            self._known[key] = (rotary.inv_freq, *self._tables(rotary))
+        _, cos, sin = self._known[key]
         return rotate(x, cos.to(x.dtype), sin.to(x.dtype), rotary.interleaved)
 
     def _tables(self, rotary: Rotary) -> tuple[Tensor, Tensor]:

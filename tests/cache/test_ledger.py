@@ -260,7 +260,7 @@ def test_a_preempted_row_finds_its_blocks_again() -> None:
 
 
 def test_a_window_needs_only_its_last_blocks_for_a_hit() -> None:
-    """Row of 20 tokens, window 5: at its end the group holds only blocks 3 and 4 (logical), older ones are evictable."""
+    """20 tokens, window 5: at its end the group holds the logical blocks 3 and 4, older ones are evictable."""
     ledger = paged(W5, chunk=4, rows=2)  # 2 rows x 3 blocks
     tokens = list(range(20))
     seat(ledger, 0, tokens, chunk=4)

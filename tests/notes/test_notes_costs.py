@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kvad.cache.memory import Memory
 from kvad.cache.sizing import CacheConfig, groups
 from kvad.config import Rope, mixers
+from kvad.lab.flops import formula, generation
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import SCORE_BUDGET, Reading
@@ -58,6 +59,11 @@ def test_what_recomputation_costs(n: int, build: Build) -> None:
     projections, attention = (a / b for a, b in zip(every_time, once, strict=True))
     assert projections == (n + 1) / 2
     assert attention == pytest.approx((2 * n + 1) / 3)
+    about = formula(n)
+    assert about.projections == pytest.approx(projections, rel=1 / n)
+    assert about.attention == pytest.approx(attention, rel=1 / n)
+    said = [(cost.projections, cost.attention) for cost in generation(model.config, prompt=1, new=n)]
+    assert said == [once, every_time]  # what `kvad bench cache` prints
 
 
 def test_what_a_step_costs(build: Build) -> None:

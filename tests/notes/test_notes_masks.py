@@ -98,6 +98,19 @@ def test_sums_over_32k_bfloat16_values_are_kept_in_float32(kernel: str, attentio
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_scores_of_bfloat16_queries_are_kept_in_float32(kernel: str, attention: Ask) -> None:
+    """004 sections 4.11 and 4.17: scores of size 30 rounded to bfloat16 would be off by 1/8, their weights by 13%."""
+    n = 32_768
+    q, k = (8 * random(1, 1, 8)).to(torch.bfloat16), random(n, 1, 8, seed=1, dtype=torch.bfloat16)
+    v = random(n, 1, 8, seed=2, dtype=torch.bfloat16)
+    scores = k[:, 0].double() @ q[0, 0].double() / math.sqrt(8)
+    exact = scores.softmax(0) @ v[:, 0].double()
+    assert float((scores.bfloat16().double().softmax(0) @ v[:, 0].double() - exact).abs().max()) > 0.02
+    out = attention(q, k, v, kernel=kernel, want=False).out[0, 0]
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=0.004)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_rows_of_100_and_50_with_nan_above(kernel: Kernel) -> None:
     """004 section 4.9, literally: streams of 100 and 50 in room for 100; what lies in B's upper 50 reaches nobody."""
     q, k, v = random(2, 1, 4, 8, seed=1), random(2, 2, 100, 8, seed=2), random(2, 2, 100, 8, seed=3)

@@ -1,0 +1,144 @@
+"""Resident memory of generation against ``kvad plan``, as one line of JSON.
+
+    python bench/resident.py [--rows 8] [--context 4096] [--layout paged|contiguous] [--dtype float32] [--chunk 512]
+
+The baseline is this process after one warm step with a minimal pool.  Then an engine with a pool of at least 1 GiB
+fills every row to its last token, so that every block is touched.  Two numbers are held against the plan:
+
+* ``resident``: what the process holds between two steps, above the baseline: the pool, exact.  The issue asks for 2% or
+  48 MiB, whichever is larger; exit code 1 beyond it.
+* ``peak``: the most it ever held, above the baseline: pool, scratch and activations, an upper bound.
+
+Linux only: it reads ``/proc/self/status`` (VmRSS, VmHWM) and resets the peak by ``/proc/self/clear_refs``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from kvad.cache.planning import MemoryPlan, plan_memory
+from kvad.cache.sizing import CacheConfig
+from kvad.config import Attention, Gated, Layer, ModelConfig, Stack
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
+from kvad.model.transformer import Transformer
+
+MIB = 1 << 20
+TOLERANCE, FLOOR = 0.02, 48 * MIB
+
+
+def model_config(limit: int) -> ModelConfig:
+    """Small weights and wide keys and values: 32 KiB per token in float32, so that 1 GiB fills quickly."""
+    layer = Layer(Attention(8, 8, head_dim=64), Gated(256))
+    return ModelConfig(128, 512, limit, Stack(8, {"L": layer}))
+
+
+def status(field: str) -> int:
+    """Bytes of ``VmRSS`` (now) or ``VmHWM`` (the most since the last reset)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"no {field} in /proc/self/status")
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def generate(engine: Engine, rows: int, prompt: int, new: int) -> int:
+    """Run ``rows`` rows to their end; the most that was resident between two steps."""
+    for row in range(rows):
+        tokens = [(31 * row + i) % 512 for i in range(prompt)]
+        engine.submit(tokens, Sampling(max_tokens=new, temperature=0.0, ignore_eos=True))
+    most, steps = 0, 0
+    while not engine.idle:
+        engine.step()
+        steps += 1
+        if steps % 4 == 0:
+            most = max(most, status("VmRSS"))
+    return max(most, status("VmRSS"))
+
+
+def measure(asked: CacheConfig, new: int) -> dict[str, object]:
+    config = model_config(asked.capacity)
+    torch.manual_seed(0)
+    model = Transformer(config).to(torch.float32).eval()
+    least = CacheConfig(layout=asked.layout, dtype=asked.dtype, rows=1, capacity=32, chunk=16, block_size=16)
+    warm = Engine(model, least)
+    generate(warm, 1, 16, 4)
+    small = warm.memory.payload_bytes() + warm.memory.column_bytes()
+    warm.close()
+    del warm
+    gc.collect()
+    baseline = status("VmRSS")
+    plan = plan_memory(config, asked)
+    if plan.pool < 1 << 30:
+        raise SystemExit(f"a pool of {plan.pool:,} bytes: ask for 1 GiB at least (more --rows or --context)")
+    reset_peak()
+    began = time.perf_counter()
+    engine = Engine(model, asked)
+    after_start = engine.memory.payload_bytes() + engine.memory.column_bytes()
+    resident = generate(engine, asked.rows, asked.capacity - new, new) - baseline
+    seconds = time.perf_counter() - began
+    assert after_start == engine.memory.payload_bytes() + engine.memory.column_bytes() == plan.pool
+    return report(asked, plan, small, resident, status("VmHWM") - baseline, seconds)
+
+
+def report(
+    asked: CacheConfig, plan: MemoryPlan, small: int, resident: int, peak: int, seconds: float
+) -> dict[str, object]:
+    predicted = plan.pool
+    allowed = max(TOLERANCE * predicted, FLOOR)
+    bound = plan.pool + plan.scratch + plan.activations
+    return {
+        "bench": "resident",
+        "layout": asked.layout,
+        "dtype": asked.dtype,
+        "rows": asked.rows,
+        "context": asked.capacity,
+        "chunk": asked.chunk,
+        "planned_pool": predicted,
+        "resident": resident,
+        "difference_mib": round((resident - predicted) / MIB, 2),
+        "difference": round(resident / predicted - 1, 5),
+        "allowed_mib": round(allowed / MIB, 2),
+        "within": abs(resident - predicted) <= allowed,
+        "planned_peak": bound,
+        "peak": peak,
+        "peak_within_bound": peak <= bound + FLOOR,
+        "warm_pool": small,
+        "seconds": round(seconds, 1),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--layout", choices=("paged", "contiguous"), default="paged")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--new", type=int, default=16, help="generated tokens of each row")
+    args = parser.parse_args(argv)
+    asked = CacheConfig(
+        layout=args.layout, dtype=args.dtype, rows=args.rows, capacity=args.context, chunk=args.chunk, prefix=False
+    )
+    result = measure(asked, args.new)
+    print(json.dumps(result))
+    return 0 if result["within"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

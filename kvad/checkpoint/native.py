@@ -1,0 +1,294 @@
+"""kvad's own checkpoints: self-describing folders of safetensors and JSON.
+
+A checkpoint folder::
+
+    config.json           {"kvad": version, "model": {...}}      written for people too: it may be edited
+    model.safetensors     the model's state dict, by parameter name; a tied head has no tensor of its own
+    tokenizer.json        absent where the model came without one
+    manifest.json         {"kvad": version, "format": 1, "files": {name: {"bytes", "sha256"}}}
+    training/             only where training can go on: state.json and state.safetensors
+
+A run folder (``kvad train --out runs/x``) holds ``checkpoints/step-00000200/`` and the like; everything here that
+reads takes either.  The newest step *is* the run's model: there is no pointer that could disagree with it, a rename
+is the moment of the commit (``atomic.py``), so ``load("runs/x")`` works at any moment after the first save.
+
+Reading checks, in this order: the config, the sizes of the tensor files, the tensors' names and shapes; with
+``verify=True`` also every sha256.  Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvad.checkpoint.atomic import discard, new_folder, refused
+from kvad.checkpoint.folder import CONFIG, MANIFEST, MODEL, TRAINING, locate, read_json, steps_of
+from kvad.config import ModelConfig
+from kvad.errors import CheckpointError, ConfigError, UsageError, nearest
+from kvad.model.transformer import Transformer
+from kvad.text.base import FILE_NAME as TOKENIZER
+from kvad.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Checkpoint", "Tensors", "Training", "load", "load_model", "save", "save_step"]
+
+FORMAT = 1
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class Training(NamedTuple):
+    """What training needs to go on: tensors by name, and JSON values."""
+
+    tensors: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None,
+    training: Training | None = None,
+    *,
+    replaces: Sequence[Path] = (),
+) -> None:
+    """Write a checkpoint folder, in the place of what is there.
+
+    ``replaces``: sibling folders that give way in the same move.  Raises SaveError if the disk refuses; the
+    checkpoint that was there before is then whole, as it is after a kill at any moment.
+    """
+    from kvad import __version__
+
+    folder = Path(folder)
+    with new_folder(folder, replaces=replaces) as new:
+        _write_json(new / CONFIG, {"kvad": __version__, "model": config.to_dict()})
+        _write_tensors(folder, new / MODEL, tensors)
+        if tokenizer is not None:
+            tokenizer.save(new)
+        if training is not None:
+            (new / TRAINING).mkdir()
+            _write_json(new / TRAINING / "state.json", training.state)
+            _write_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
+        files = {path.relative_to(new).as_posix(): _entry(path) for path in sorted(new.rglob("*")) if path.is_file()}
+        _write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
+
+
+def save_step(
+    run: Path,
+    step: int,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None,
+    training: Training | None = None,
+    *,
+    keep: int = 2,
+    replaces: Sequence[Path] = (),
+) -> Path:
+    """Write ``run/checkpoints/step-N`` and then delete all but the newest ``keep``.  Raises as :func:`save` does."""
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    save(folder, config, tensors, tokenizer, training, replaces=replaces)
+    for old in steps_of(run)[:-keep]:
+        discard(old)
+    return folder
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_tensors(folder: Path, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(plain, path)
+    except SafetensorError as error:  # the library's name for what the disk says
+        raise refused(folder, OSError(str(error))) from error
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+# ---------------------------------------------------------------- reading
+
+
+class Tensors(Mapping[str, Tensor]):
+    """The tensors of one safetensors file, mapped into memory: a tensor's bytes are read when they are used."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file: Any = safe_open(path, framework="pt")
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} is missing") from error
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
+        self._names = sorted(self._file.keys())  # type: ignore[no-untyped-call]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the file's header: nothing is read."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder that has been looked at; what is in it is read when it is asked for."""
+
+    path: Path
+    config: ModelConfig
+    files: Mapping[str, Mapping[str, Any]]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """None where the checkpoint has none.  Raises TokenizerError naming the file."""
+        return load_tokenizer(self.path / TOKENIZER) if TOKENIZER in self.files else None
+
+    @cached_property
+    def tensors(self) -> Tensors:
+        return Tensors(self.path / MODEL)
+
+    @cached_property
+    def training(self) -> Training | None:
+        """None where the checkpoint holds no training state."""
+        folder = self.path / TRAINING
+        if f"{TRAINING}/state.json" not in self.files:
+            return None
+        return Training(Tensors(folder / "state.safetensors"), read_json(folder / "state.json"))
+
+    def fingerprint(self) -> str:
+        """sha256 (hex) of the model: its config and tokenizer as they are now, its weights as the manifest has them."""
+        digest = hashlib.sha256(str(self.files[MODEL]["sha256"]).encode())
+        digest.update(json.dumps(self.config.to_dict(), sort_keys=True).encode())
+        if self.tokenizer is not None:
+            digest.update(self.tokenizer.fingerprint().encode())
+        return digest.hexdigest()
+
+
+def load(folder: Path, *, verify: bool = False) -> Checkpoint:
+    """Look at a checkpoint folder, or at the newest one of a run; no tensor is read.
+
+    ``verify``: compare every file with its sha256.  Raises CheckpointError for a folder that is not a whole
+    checkpoint, ConfigError naming the file and the key for a config that cannot be.
+    """
+    path = locate(Path(folder))
+    try:
+        config = ModelConfig.load(path / CONFIG)
+    except ConfigError as error:
+        where = "" if str(path) in error.message else f"{path / CONFIG}: "
+        raise ConfigError(where + error.message, error.hint) from error
+    files = _manifest(path)
+    for name, entry in files.items():
+        _check_file(path / name, entry, verify)
+    return Checkpoint(path, config, files)
+
+
+def load_model(
+    folder: Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu", *, verify: bool = False
+) -> tuple[Transformer, Checkpoint]:
+    """The model of a checkpoint, on ``device``, in ``dtype``, for inference: eval mode, no gradients.
+
+    ``dtype`` None: as it is stored, but float16 is widened to float32 on the CPU, which cannot compute in it.  On the
+    CPU and without a change of dtype the weights stay mapped from the file.  Raises as :func:`load` does, UsageError
+    for a dtype that cannot be, and CheckpointError for a tensor that is missing, extra, or of another shape (both
+    shapes are named).
+    """
+    target = _dtype(dtype, torch.device(device))
+    checkpoint = load(folder, verify=verify)
+    with torch.device("meta"):
+        model = Transformer(checkpoint.config)
+    _check_tensors(checkpoint.tensors, {name: tuple(meta.shape) for name, meta in model.state_dict().items()})
+    loaded = {}
+    for name, tensor in checkpoint.tensors.items():
+        stored_only = target is None and tensor.dtype == torch.float16 and torch.device(device).type == "cpu"
+        loaded[name] = tensor.to(device=device, dtype=torch.float32 if stored_only else target)
+    model.load_state_dict(loaded, assign=True)
+    return model.eval().requires_grad_(False), checkpoint
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}", nearest(dtype, DTYPES))
+    chosen = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    if chosen == torch.float16 and device.type == "cpu":
+        raise UsageError(
+            "float16 is for storage only on a CPU: its matrix products stall there for minutes",
+            "compute in bfloat16 or float32",
+        )
+    return chosen
+
+
+def _manifest(path: Path) -> dict[str, dict[str, Any]]:
+    content = read_json(path / MANIFEST)
+    files = content.get("files")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path / MANIFEST}: format {content.get('format')!r}, this kvad reads {FORMAT}")
+    if not isinstance(files, dict) or MODEL not in files or not all(map(_is_entry, files.values())):
+        raise CheckpointError(f"{path / MANIFEST} does not list the checkpoint's files")
+    return files
+
+
+def _is_entry(value: object) -> bool:
+    return isinstance(value, dict) and type(value.get("bytes")) is int and isinstance(value.get("sha256"), str)
+
+
+def _check_file(path: Path, entry: Mapping[str, Any], verify: bool) -> None:
+    """Tensor files must have their size; text may have been edited by hand, unless ``verify`` asks."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", "the checkpoint is not whole: copy it again")
+    size, saved = path.stat().st_size, entry["bytes"]
+    if size != saved and (verify or path.suffix == ".safetensors"):
+        kind = "truncated" if size < saved else "not the file that was saved"
+        raise CheckpointError(f"{path} is {kind}: it has {size} bytes, {saved} were saved", _others(path))
+    if verify and _entry(path)["sha256"] != entry["sha256"]:
+        raise CheckpointError(f"{path} is not what was saved: its sha256 differs from the manifest's", _others(path))
+
+
+def _others(path: Path) -> str:
+    """The hint: older checkpoints of the same run, if there are any."""
+    step = next((parent for parent in path.parents if parent.name.startswith("step-")), None)
+    others = [other for other in steps_of(step.parent.parent) if other != step] if step is not None else []
+    return f"an older one is {others[-1]}" if others else "copy it again"
+
+
+def _check_tensors(found: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    for name, shape in wanted.items():
+        if name not in found:
+            raise CheckpointError(f"{found.path}: tensor {name} {list(shape)} is missing")
+        if found.shape(name) != shape:
+            raise CheckpointError(
+                f"{found.path}: tensor {name} has shape {list(found.shape(name))}, the config says {list(shape)}"
+            )
+    for name in found:
+        if name not in wanted:
+            raise CheckpointError(
+                f"{found.path}: tensor {name} {list(found.shape(name))} is extra", "the config has no place for it"
+            )

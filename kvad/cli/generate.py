@@ -1,0 +1,285 @@
+"""``kvad generate MODEL [PROMPT...]``: continue prompts, while you watch.
+
+The continuation goes to stdout, everything else to stderr.  Several samples are generated side by side and shown one
+after another, each under its label: the first that is not finished appears as it comes, the others wait for their turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvad.cli.common import emit_json, json_option, model_argument
+from kvad.cli.running import Interrupt, Meter, RunStats, cache_options, open_llm, read_stdin, stats_lines
+from kvad.cli.sampling import read_sampling, sampling_options, with_bad_words
+from kvad.errors import RequestError
+
+if TYPE_CHECKING:
+    from kvad.engine.engine import Piece
+    from kvad.engine.request import Sampling, TokenScore
+    from kvad.llm import LLM
+
+__all__ = ["generate", "note_empty"]
+
+Prompt = str | list[int]
+
+
+@click.command()
+@model_argument
+@click.argument("prompt", nargs=-1, metavar="[PROMPT]...|-")
+@sampling_options
+@click.option("--n", type=int, help="Samples of each prompt; they share its cache [default: 1].")
+@click.option("--logprobs", type=int, metavar="N", help="Log-probabilities of the output, with N alternatives.")
+@click.option("--prompt-logprobs", type=int, metavar="N", help="The same for the prompt.")
+@click.option("--ids", is_flag=True, help="Each PROMPT is a list of token ids: '12 7 99'.")
+@click.option("--echo", is_flag=True, help="Print the prompt before its continuation.")
+@cache_options
+@click.option("--stats", is_flag=True, help="Speed, and what the cache did, on stderr.")
+@click.option("--stream/--no-stream", default=True, help="Print tokens as they come [default], or all at the end.")
+@json_option
+@click.pass_context
+def generate(ctx: click.Context, model: Path, prompt: tuple[str, ...], **options: Any) -> None:
+    """Continue each PROMPT.  `-` reads one from standard input, exactly as it is, its last newline too; an empty one
+    begins with the token that opens every document.
+
+    \b
+    kvad generate runs/demo "def " --max-tokens 64 --temperature 0
+    kvad generate runs/demo "import " "class " --n 2 --seed 7 --stats
+    """
+    sampling = read_sampling(options)
+    prompts = [_read(text, options["ids"]) for text in prompt] or [""]
+    rows = min(8, len(prompts) * sampling.n)
+    with open_llm(model, options, rows=rows) as llm, Interrupt() as stop:
+        sampling = with_bad_words(sampling, options["bad_word"], llm.tokenizer)
+        answers = [_Answer.of(llm, each, sampling.n) for each in prompts]
+        printer = _Printer(llm, answers, echo=options["echo"]) if options["stream"] and not options["as_json"] else None
+        meter = Meter(llm)
+        try:
+            _collect(llm, answers, sampling, meter, printer, stop)
+        finally:
+            if printer is not None:
+                printer.close()
+        if options["as_json"]:
+            emit_json(_as_json(llm, model, answers, meter.stats() if options["stats"] else None, stop.asked))
+        else:
+            _tell(llm, answers, options, meter.stats() if options["stats"] else None)
+    if stop.asked:
+        click.echo("kvad: interrupted", err=True)
+        ctx.exit(130)
+
+
+def _read(text: str, ids: bool) -> Prompt:
+    text = read_stdin() if text == "-" else text
+    if not ids:
+        return text
+    try:
+        return [int(number) for number in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise RequestError(f"--ids: {str(error).rpartition(': ')[2]} is not a token id", "write '12 7 99'") from None
+
+
+def note_empty(llm: LLM, prompt: Prompt) -> None:
+    """Say on stderr what an empty prompt becomes."""
+    if not prompt:
+        assert llm.tokenizer is not None
+        opening = llm.tokenizer.token_text(llm.encode(prompt)[0])
+        click.echo(f"kvad: the prompt is empty: generating from the opening token {opening}", err=True)
+
+
+# ---------------------------------------------------------------- what comes out
+
+
+@dataclass
+class _Sample:
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    finish: str = "cancelled"  # until the engine says otherwise
+
+
+@dataclass
+class _Answer:
+    """One prompt and what became of it."""
+
+    prompt: Prompt
+    tokens: list[int]
+    samples: list[_Sample]
+    scores: list[TokenScore] = field(default_factory=list)
+    cached: int = 0
+
+    @staticmethod
+    def of(llm: LLM, prompt: Prompt, n: int) -> _Answer:
+        tokens = llm.encode(prompt)
+        note_empty(llm, prompt)
+        return _Answer(prompt, tokens, [_Sample() for _ in range(n)])
+
+    def add(self, llm: LLM, piece: Piece) -> str:
+        """Take a piece in; returns its text (a model without a tokenizer speaks in ids)."""
+        sample = self.samples[piece.sample]
+        self.scores.extend(piece.prompt)
+        text = piece.text
+        if piece.token is not None:
+            sample.tokens.append(piece.token)
+            text = text if llm.tokenizer is not None else f"{piece.token} "
+        if piece.score is not None:
+            sample.scores.append(piece.score)
+        if piece.finish is not None:
+            sample.finish = piece.finish
+        sample.text += text
+        return text
+
+
+def _collect(
+    llm: LLM, answers: Sequence[_Answer], sampling: Sampling, meter: Meter, printer: _Printer | None, stop: Interrupt
+) -> None:
+    with closing(_pieces(llm, [answer.tokens for answer in answers], sampling)) as pieces:
+        for number, piece in pieces:
+            meter.see(piece)
+            answers[number].cached = meter.usage(piece.request).cached
+            text = answers[number].add(llm, piece)
+            if printer is not None:
+                printer.push((number, piece.sample), text, ended=piece.finish is not None)
+            if stop.asked:
+                return
+
+
+def _pieces(llm: LLM, prompts: Sequence[list[int]], sampling: Sampling) -> Iterator[tuple[int, Piece]]:
+    """(prompt's number, piece) of all prompts in turn, so that they share the engine's steps."""
+    live = {number: llm.stream(tokens, sampling) for number, tokens in enumerate(prompts)}
+    try:
+        while live:
+            for number, stream in list(live.items()):
+                piece = next(stream, None)
+                if piece is None:
+                    del live[number]
+                else:
+                    yield number, piece
+    finally:
+        for stream in live.values():
+            stream.close()  # type: ignore[attr-defined]  # a generator's: cancels what is left
+
+
+Key = tuple[int, int]  # (prompt, sample)
+
+
+class _Printer:
+    """Shows samples in order, each whole, under its label where there are several."""
+
+    def __init__(self, llm: LLM, answers: Sequence[_Answer], *, echo: bool) -> None:
+        self._llm, self._answers, self._echo = llm, answers, echo
+        self._order = [(number, i) for number, answer in enumerate(answers) for i in range(len(answer.samples))]
+        self._labelled = len(self._order) > 1
+        self._held: dict[Key, str] = {key: "" for key in self._order}
+        self._ended: set[Key] = set()
+        self._open = False
+
+    def push(self, key: Key, text: str, *, ended: bool) -> None:
+        self._held[key] += text
+        if ended:
+            self._ended.add(key)
+        while self._order and self._show(self._order[0]):
+            self._order.pop(0)
+
+    def _show(self, key: Key) -> bool:
+        """Print what is held of the sample at the front; whether it is done."""
+        if not self._open:
+            self._begin(key)
+        if self._held[key]:
+            click.echo(self._held[key], nl=False)
+            self._held[key] = ""
+        if key in self._ended:
+            click.echo()
+            self._open = False
+        return key in self._ended
+
+    def _begin(self, key: Key) -> None:
+        self._open = True
+        if self._labelled:
+            click.echo(_label(self._answers, key))
+        if self._echo:
+            answer = self._answers[key[0]]
+            text = answer.prompt if isinstance(answer.prompt, str) else _text(self._llm, answer.tokens)
+            click.echo(text, nl=False)
+
+    def close(self) -> None:
+        """Show what was generated before it was interrupted."""
+        for key in list(self._order):
+            if self._open or self._held[key]:
+                self._ended.add(key)
+                self._show(key)
+        self._order = []
+
+
+def _label(answers: Sequence[_Answer], key: Key) -> str:
+    sample = f", sample {key[1] + 1}" if len(answers[key[0]].samples) > 1 else ""
+    prompt = answers[key[0]].prompt
+    return f"==> prompt {key[0] + 1}{sample}: {prompt!r} <=="
+
+
+def _text(llm: LLM, tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens)) if llm.tokenizer is None else llm.tokenizer.decode(tokens)
+
+
+def _tell(llm: LLM, answers: Sequence[_Answer], options: dict[str, Any], stats: RunStats | None) -> None:
+    """What is printed after the texts, and before them the texts that were not streamed."""
+    if not options["stream"]:
+        printer = _Printer(llm, answers, echo=options["echo"])
+        for number, answer in enumerate(answers):
+            for i, sample in enumerate(answer.samples):
+                printer.push((number, i), sample.text, ended=True)
+    for number, answer in enumerate(answers):
+        if answer.scores:
+            click.echo(f"\nlog-probabilities of prompt {number + 1}")
+            _table(llm, answer.scores)
+        for i, sample in enumerate(answer.samples):
+            if sample.scores:
+                click.echo(f"\nlog-probabilities of prompt {number + 1}, sample {i + 1}")
+                _table(llm, sample.scores)
+    for line in [] if stats is None else stats_lines(stats):
+        click.echo(line, err=True)
+
+
+def _table(llm: LLM, scores: Sequence[TokenScore]) -> None:
+    for score in scores:
+        top = "  ".join(f"{_piece(llm, token)} {logprob:.3f}" for token, logprob in score.top)
+        click.echo(f"{score.token:>7}  {_piece(llm, score.token):<16} {score.logprob:9.4f}  {top}".rstrip())
+
+
+def _piece(llm: LLM, token: int) -> str:
+    return str(token) if llm.tokenizer is None else llm.tokenizer.token_text(token)
+
+
+def _as_json(llm: LLM, model: Path, answers: Sequence[_Answer], stats: RunStats | None, interrupted: bool) -> object:
+    def scores(found: Sequence[TokenScore]) -> list[object]:
+        return [
+            {"token": s.token, "text": _piece(llm, s.token), "logprob": s.logprob, "top": [list(pair) for pair in s.top]}
+            for s in found
+        ]
+
+    return {
+        "model": model,
+        "interrupted": interrupted,
+        "completions": [
+            {
+                "prompt": answer.prompt,
+                "prompt_tokens": answer.tokens,
+                "prompt_logprobs": scores(answer.scores),
+                "samples": [
+                    {"text": s.text, "tokens": s.tokens, "finish_reason": s.finish, "logprobs": scores(s.scores)}
+                    for s in answer.samples
+                ],
+                "usage": {
+                    "prompt": len(answer.tokens),
+                    "completion": sum(len(sample.tokens) for sample in answer.samples),
+                    "cached": answer.cached,
+                },
+            }
+            for answer in answers
+        ],
+        "stats": stats,
+    }

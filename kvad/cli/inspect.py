@@ -1,0 +1,172 @@
+"""``kvad inspect MODEL``: what is in a checkpoint, from its headers; ``--attention TEXT`` draws any layer and head."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvad.cli.common import emit_json, format_bytes, json_option, model_argument
+from kvad.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvad.lab.inspect import Summary
+
+__all__ = ["inspect"]
+
+FORMATS = ("terminal", "svg", "json")
+
+
+@click.command()
+@model_argument
+@click.option("--tensors", is_flag=True, help="List every tensor: dtype, shape, bytes.")
+@click.option("--attention", metavar="TEXT", help="Draw who looks at whom while reading TEXT (loads the model).")
+@click.option(
+    "--layer", "layers", multiple=True, metavar="I", help="Of the drawing; repeatable, or 'all' [default: 0]."
+)
+@click.option("--head", "heads", multiple=True, metavar="J", help="Of the drawing; repeatable, or 'all' [default: 0].")
+@click.option("--cached", is_flag=True, help="Of the drawing: read through the KV cache.")
+@click.option("--format", "form", type=click.Choice(FORMATS), help="Of the drawing [default: terminal].")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Of the drawing.")
+@json_option
+def inspect(
+    model: Path,
+    tensors: bool,
+    attention: str | None,
+    layers: tuple[str, ...],
+    heads: tuple[str, ...],
+    cached: bool,
+    form: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """What is in a checkpoint: config, parameters, tensors, memory, tokenizer, training.
+
+    Only headers are read.  Exit code 1 when tensors are missing or do not fit the config.
+
+    \b
+    kvad inspect runs/demo --tensors
+    kvad inspect runs/demo --attention "def add(a, b):" --layer 2 --head all
+    """
+    if attention is None:
+        for name, given in (("layer", layers), ("head", heads), ("cached", cached), ("format", form), ("out", out)):
+            if given:
+                raise click.UsageError(f"--{name} belongs to a drawing: give --attention TEXT too.")
+        _show(model, tensors, as_json)
+        return
+    if tensors:
+        raise click.UsageError("--tensors and --attention are two questions: ask one of them.")
+    if as_json and form not in (None, "json"):
+        raise click.UsageError(f"--json and --format {form} both given.")
+    drawing = _draw(
+        model, attention, layers, heads, cached, "json" if as_json else form or "terminal", to_file=bool(out)
+    )
+    if out is None:
+        click.echo(drawing, nl=not drawing.endswith("\n"))
+    else:
+        out.write_text(drawing.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _show(model: Path, tensors: bool, as_json: bool) -> None:
+    from kvad.lab.inspect import summarise, to_json
+
+    summary = summarise(model)
+    if as_json:
+        emit_json(to_json(summary))
+    else:
+        click.echo("\n".join(_page(summary, tensors)))
+    if summary.problems:
+        click.get_current_context().exit(1)
+
+
+def _page(summary: Summary, tensors: bool) -> list[str]:
+    from kvad.cli.plan_page import memory_lines
+    from kvad.lab.inspect import outline
+
+    dtypes = sorted({tensor.dtype for tensor in summary.tensors})
+    size = sum(tensor.bytes for tensor in summary.tensors)
+    cache = summary.plan.cache
+    count = f"{summary.num_parameters:,} parameters in {len(summary.tensors)} tensors"
+    lines = [
+        f"{summary.path}: {count}, {', '.join(dtypes)}, {format_bytes(size)}",
+        *(f"problem: {problem}" for problem in summary.problems),
+        "",
+        "config",
+        *(f"  {line}" for line in outline(summary.config.to_dict())),
+        "",
+        "parameters",
+        *(
+            f"  {part:<12}{count:>16,}  {count / max(summary.num_parameters, 1):>6.1%}"
+            for part, count in _parts(summary)
+        ),
+        "",
+        f"memory of {cache.rows} rows of {cache.capacity:,} tokens (kvad plan answers for others)",
+        *(f"  {line}".rstrip() for line in memory_lines(summary.plan)),
+        "",
+        _tokenizer_line(summary),
+        *_training_lines(summary),
+    ]
+    return lines + (["", "tensors", *_tensor_lines(summary)] if tensors else [])
+
+
+def _parts(summary: Summary) -> list[tuple[str, int]]:
+    return [(part, count) for part, count in summary.parameters.items() if count]
+
+
+def _tokenizer_line(summary: Summary) -> str:
+    found = summary.tokenizer
+    if found is None:
+        return "tokenizer: none"
+    specials = ", ".join(f"{name} = {number}" for name, number in found.specials.items()) or "no specials"
+    return f"tokenizer: {found.kind}, {found.vocab:,} tokens; {specials}"
+
+
+def _training_lines(summary: Summary) -> list[str]:
+    from kvad.lab.inspect import outline
+
+    if summary.training is None:
+        return ["training: the checkpoint says nothing of it"]
+    return ["training", *(f"  {line}" for line in outline(summary.training))]
+
+
+def _tensor_lines(summary: Summary) -> list[str]:
+    longest = max((len(tensor.name) for tensor in summary.tensors), default=0)
+    return [
+        f"  {tensor.name:<{longest}}  {tensor.dtype:<9}{tensor.shape!s:>18}{tensor.bytes:>16,}"
+        for tensor in summary.tensors
+    ]
+
+
+def _draw(
+    model: Path,
+    text: str,
+    layers: tuple[str, ...],
+    heads: tuple[str, ...],
+    cached: bool,
+    form: str,
+    *,
+    to_file: bool,
+) -> str:
+    import json
+
+    from kvad.lab import draw
+    from kvad.lab.inspect import attention_maps
+
+    seen = attention_maps(model, text, layers=_numbers("layer", layers), heads=_numbers("head", heads), cached=cached)
+    if form == "json":
+        return json.dumps(draw.as_json(seen.tokens, seen.pieces, seen.maps), ensure_ascii=False)
+    if form == "svg":
+        return draw.svg(seen.pieces, seen.maps)
+    width = 100 if to_file else shutil.get_terminal_size().columns
+    return "\n\n".join(draw.terminal(seen.pieces, one, width) for one in seen.maps)
+
+
+def _numbers(name: str, given: tuple[str, ...]) -> list[int] | None:
+    """None for all.  Whether the model has them is for the model to say."""
+    if "all" in given:
+        return None
+    if bad := next((text for text in given if not text.isdecimal()), None):
+        raise UsageError(f"--{name} {bad}: not a number", f"count from 0, or say --{name} all")
+    return [int(text) for text in dict.fromkeys(given)] or [0]

@@ -1,0 +1,99 @@
+"""``kvad plan CONFIG|MODEL|SHAPE``: how much memory will it take, what would fit, how fast can it be?
+
+From the config alone: no weight is loaded and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import click
+
+from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
+
+__all__ = ["plan"]
+
+LAYOUTS = ("paged", "contiguous")
+
+
+@click.command()
+@click.argument("target", metavar="CONFIG|MODEL|SHAPE", required=False)
+@click.option("--shapes", is_flag=True, help="List the shapes known by name.")
+@click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit].")
+@click.option("--rows", type=int, default=8, show_default=True, help="Live sequences.")
+@click.option("--dtype", help="What the cache stores [default: the weights' dtype].")
+@click.option("--weights-dtype", help="[default: what the checkpoint stores, else float32]")
+@click.option("--layout", type=click.Choice(LAYOUTS), default="paged", show_default=True)
+@click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
+@click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
+@click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
+@click.option("--fit", metavar="SIZE", help="Also show the most rows x context that fit, as in 8GiB.")
+@click.option("--bandwidth", type=float, metavar="GB/s", help="Memory bandwidth [default: measured here].")
+@json_option
+def plan(
+    target: str | None,
+    shapes: bool,
+    context: int | None,
+    rows: int,
+    dtype: str | None,
+    weights_dtype: str | None,
+    layout: str,
+    block_size: int,
+    chunk: int,
+    budget: int,
+    fit: str | None,
+    bandwidth: float | None,
+    as_json: bool,
+) -> None:
+    """How much memory will a model and its cache take?  Nothing is loaded.
+
+    The weights and the cache are exact, to the byte; what a step makes besides is an upper bound.
+
+    \b
+    kvad plan runs/demo --context 4096 --rows 8
+    kvad plan llama-3-8b --context 8192 --rows 1 --dtype bfloat16 --weights-dtype bfloat16 --fit 24GiB
+    """
+    from kvad.cache.available import available_bytes
+    from kvad.lab.machine import read_bandwidth
+    from kvad.lab.plan import make_report, plan_target, read_target, to_json
+
+    if shapes:
+        _list_shapes(as_json)
+        return
+    if target is None:
+        raise click.UsageError("Missing argument 'CONFIG|MODEL|SHAPE'; --shapes lists those known by name.")
+    if bandwidth is not None and not bandwidth > 0:
+        raise click.BadParameter("must be above 0", param_hint="--bandwidth")
+    size = None if fit is None else parse_bytes(fit)
+    found = read_target(target)
+    planned = plan_target(
+        found,
+        context=context,
+        weights_dtype=weights_dtype,
+        dtype=dtype,
+        budget=budget,
+        rows=rows,
+        layout=layout,
+        block_size=block_size,
+        chunk=chunk,
+    )
+    speed = read_bandwidth() if bandwidth is None else bandwidth * 1e9
+    report = make_report(
+        found.name, planned, available=available_bytes(), bandwidth=speed, measured=bandwidth is None, fit=size
+    )
+    if as_json:
+        emit_json(to_json(report))
+        return
+    from kvad.cli.plan_page import page
+
+    click.echo(page(report))
+
+
+def _list_shapes(as_json: bool) -> None:
+    from kvad.cache.weights import num_parameters
+    from kvad.lab.shapes import SHAPES
+
+    sizes = {name: num_parameters(build()) for name, build in SHAPES.items()}
+    if as_json:
+        emit_json(sizes)
+        return
+    for name, count in sizes.items():
+        click.echo(f"{name:<16}{count:>18,} parameters  {format_bytes(4 * count):>12} in float32")

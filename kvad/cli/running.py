@@ -1,0 +1,225 @@
+"""What the commands that run a model share: opening it with a cache to order, Ctrl-C, standard input, and statistics.
+
+No torch until a model is opened.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kvad.cli.common import format_bytes
+from kvad.errors import DataError
+
+if TYPE_CHECKING:
+    from kvad.engine.engine import Piece
+    from kvad.engine.scheduler import Usage
+    from kvad.llm import LLM
+
+__all__ = ["GroupUse", "Interrupt", "Meter", "RunStats", "cache_lines", "cache_options", "group_use", "open_llm"]
+__all__ += ["read_stdin", "stats_lines"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def cache_options(command: Command) -> Command:
+    options = [
+        click.option("--rows", type=int, help="Live sequences of the cache [default: as many as asked for, up to 8]."),
+        click.option("--layout", type=click.Choice(["paged", "contiguous"]), help="[default: paged]"),
+        click.option("--cache-dtype", type=click.Choice(DTYPES), help="[default: the model's]"),
+        click.option("--block-size", type=int, help="Slots of a block [default: 16]."),
+        click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
+    """Load a model with the cache that ``options`` ask for, of ``rows`` rows where they do not say.
+
+    Raises CheckpointError, ConfigError or MemoryPlanError, each before the cache is allocated.
+    """
+    from kvad.llm import LLM
+
+    asked = {
+        "rows": options["rows"] if options["rows"] is not None else rows,
+        "layout": options["layout"],
+        "block_size": options["block_size"],
+        "capacity": options["context"],
+    }
+    fields = {name: value for name, value in asked.items() if value is not None}
+    return LLM.load(model, cache_dtype=options["cache_dtype"], **fields)
+
+
+def read_stdin() -> str:
+    """All of standard input, as it is.  DataError names the first byte that is not UTF-8."""
+    raw = click.get_binary_stream("stdin").read()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"standard input is not UTF-8 at byte {error.start} (0x{raw[error.start]:02X})") from None
+
+
+class Interrupt:
+    """``with Interrupt() as stop``: the first Ctrl-C sets ``stop.asked``, so that a step in flight ends well; a second
+    one raises KeyboardInterrupt.  In a thread that gets no signals it does nothing."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+
+# ---------------------------------------------------------------- statistics
+
+
+@dataclass(frozen=True)
+class GroupUse:
+    """Blocks of one cache group: read by rows now, at the peak, kept for reuse, free; and bytes, columns included."""
+
+    layers: int
+    window: int | None
+    used: int
+    peak: int
+    evictable: int
+    free: int
+    total: int
+    block_bytes: int
+    pool_bytes: int
+
+
+@dataclass(frozen=True)
+class RunStats:
+    """Seconds and milliseconds as named; ``engine_ms`` and ``model_ms`` are per generated token, over all rows."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    seconds: float
+    first_token: float
+    tokens_per_second: float
+    engine_ms: float
+    model_ms: float
+    steps: int
+    cache: tuple[GroupUse, ...]
+    prefix_hits: int
+    prefix_misses: int
+    preemptions: int
+    evictions: int
+
+
+def group_use(llm: LLM, peak: tuple[int, ...] | None = None) -> tuple[GroupUse, ...]:
+    """The cache as it is now, group by group."""
+    from kvad.cache.sizing import group_bytes
+
+    ledger, made = llm.engine.ledger, []
+    stats = ledger.stats()
+    for index, group in enumerate(ledger.groups):
+        pool = group_bytes(group, llm.cache.dtype).total
+        used = stats.used[index]
+        made.append(
+            GroupUse(
+                layers=len(group.layers),
+                window=group.mixer.window,
+                used=used,
+                peak=used if peak is None else peak[index],
+                evictable=stats.evictable[index],
+                free=stats.free[index],
+                total=stats.total[index],
+                block_bytes=pool // group.blocks,
+                pool_bytes=pool,
+            )
+        )
+    return tuple(made)
+
+
+class Meter:
+    """Counts one run: make it before the first request, show it every piece, ask it at the end."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._times, self._ledger = replace(llm.engine.times), llm.engine.ledger.stats()
+        self._peak = [0] * len(self._ledger.used)
+        self._usages: dict[int, Usage] = {}
+        self._tokens = 0
+        self._began, self._first = time.perf_counter(), 0.0
+
+    def see(self, piece: Piece) -> None:
+        self._peak = [max(a, b) for a, b in zip(self._peak, self._llm.engine.ledger.stats().used, strict=True)]
+        if piece.request not in self._usages:
+            self._usages[piece.request] = self._llm.engine.usage(piece.request)
+        if piece.token is not None:
+            self._tokens += 1
+            self._first = self._first or time.perf_counter()
+
+    def usage(self, request: int) -> Usage:
+        return self._usages[request]
+
+    def stats(self) -> RunStats:
+        end, times, ledger = time.perf_counter(), self._llm.engine.times, self._llm.engine.ledger.stats()
+        first = self._first or end
+        model, total = times.model - self._times.model, times.total - self._times.total
+        usages = self._usages.values()
+        return RunStats(
+            prompt_tokens=sum(usage.prompt for usage in usages),
+            cached_tokens=sum(usage.cached for usage in usages),
+            completion_tokens=self._tokens,
+            seconds=end - self._began,
+            first_token=first - self._began,
+            tokens_per_second=(self._tokens - 1) / (end - first) if self._tokens > 1 else 0.0,
+            engine_ms=1e3 * (total - model) / max(1, self._tokens),
+            model_ms=1e3 * model / max(1, self._tokens),
+            steps=times.steps - self._times.steps,
+            cache=group_use(self._llm, tuple(self._peak)),
+            prefix_hits=ledger.hits - self._ledger.hits,
+            prefix_misses=ledger.misses - self._ledger.misses,
+            preemptions=sum(usage.preemptions for usage in usages),
+            evictions=sum(ledger.evictions) - sum(self._ledger.evictions),
+        )
+
+
+def stats_lines(stats: RunStats) -> list[str]:
+    return [
+        f"prompt     {stats.prompt_tokens} tokens, {stats.cached_tokens} of them from the prefix cache",
+        f"generated  {stats.completion_tokens} tokens in {stats.seconds:.3f} s ({stats.steps} steps): "
+        f"{stats.tokens_per_second:.1f} tokens/s, the first after {1e3 * stats.first_token:.1f} ms",
+        f"per token  {stats.model_ms:.2f} ms in the model, {stats.engine_ms:.3f} ms in the engine",
+        *(f"cache      {line}" for line in cache_lines(stats.cache)),
+        f"prefix     {stats.prefix_hits} hits, {stats.prefix_misses} misses; "
+        f"{stats.preemptions} preemptions, {stats.evictions} evictions",
+    ]
+
+
+def cache_lines(groups: tuple[GroupUse, ...]) -> list[str]:
+    """One line per group of layers."""
+    return [
+        f"{use.layers} layers, {'all tokens' if use.window is None else f'window of {use.window}'}: "
+        f"{use.used} of {use.total} blocks in use, {use.evictable} kept for reuse, {use.free} free; "
+        f"peak {use.peak} = {format_bytes(use.peak * use.block_bytes)} of {format_bytes(use.pool_bytes)}"
+        for use in groups
+    ]

@@ -1,0 +1,332 @@
+"""``kvad bench cache``: generation with the cache, by recomputation, and with a cache that is grown by ``torch.cat``.
+
+The three generate the same tokens greedily, in one process, taking turns between marks (64, 128, ... tokens), so that
+what slows the machine slows all of them; every number is a median over repeats.  The first is the real engine, with
+its scheduler, sampler and detokenizer; the other two run nothing but the model and an argmax.  ``torch.cat`` lives
+here only: it is how a cache is often written first, and it copies everything once per token.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvad.cache.sizing import DTYPE_BYTES
+from kvad.config import mixers
+from kvad.engine.engine import Engine, StepTimes
+from kvad.engine.request import Sampling
+from kvad.errors import EngineError, RequestError
+from kvad.lab.flops import Cost, Gain, formula, generation
+from kvad.llm import LLM
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.ops.attend import Reading, attend
+from kvad.ops.rotary import Angles
+from kvad.step import Lane, Mark, Memory, Reach, Score, Step, View
+
+__all__ = ["CURVES", "BenchResult", "Curve", "GrownByCat", "bench_cache", "commit", "machine"]
+
+CURVES = ("cache", "recompute", "cat")
+AROUND = 15  # tokens to each side, whose median is the time of one token
+Progress = Callable[[str, int, int], None]  # (curve, tokens done over all repeats, of so many)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One way to generate.  ``seconds``: in all, up to each of the marks; ``fastest``, ``slowest``: over the repeats.
+    ``exponent``: the slope of log seconds over log tokens.  ``early``, ``late``: milliseconds of one token at the
+    32nd and at the last."""
+
+    seconds: tuple[float, ...]
+    fastest: tuple[float, ...]
+    slowest: tuple[float, ...]
+    exponent: float
+    early: float
+    late: float
+
+
+@dataclass(frozen=True)
+class Counted:
+    """FLOPs and bytes of generating ``tokens`` tokens, and how many times more recomputation takes: counted from the
+    shapes, and by document 004's formula, which starts from one token."""
+
+    tokens: int
+    cached: Cost
+    recomputed: Cost
+    gain: Gain
+    formula: Gain
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """``speedup``: seconds of recomputation over seconds with the cache, at each of ``tokens``.  ``engine_ms`` and
+    ``model_ms``: of one decoding step.  ``agree``: how many tokens all curves have in common, from the first."""
+
+    what: str
+    machine: str
+    commit: str
+    dtype: str
+    cache_dtype: str
+    layout: str
+    parameters: int
+    prompt: int
+    repeats: int
+    tokens: tuple[int, ...]
+    curves: dict[str, Curve]
+    speedup: tuple[float, ...]
+    engine_ms: float
+    model_ms: float
+    agree: int
+    counted: tuple[Counted, ...]
+
+    @property
+    def flatness(self) -> float:
+        """Time of the last token over that of the 32nd, with the cache: 1 is flat."""
+        return self.curves["cache"].late / self.curves["cache"].early
+
+
+def bench_cache(
+    llm: LLM,
+    tokens: Sequence[int] = (64, 128, 256, 512),
+    repeats: int = 3,
+    progress: Progress | None = None,
+    *,
+    prompt: str | Sequence[int] = "",
+) -> BenchResult:
+    """Time and count the generation of ``tokens`` tokens after ``prompt`` (empty: the opening token).
+
+    The engine is one of its own, with one row and the layout, dtype and block size of ``llm``'s cache; ``llm`` goes on
+    undisturbed.  RequestError for marks that cannot be, or beyond the model's limit.
+    """
+    marks = tuple(sorted(set(tokens)))
+    start = _start(llm, prompt)
+    _check(llm, marks, len(start), repeats)
+    bench = _Bench(llm, start, marks)
+    bench.run(1 + 2 * AROUND)  # warm
+    bench.engine.times = StepTimes()
+    runs: list[dict[str, list[float]]] = []
+    for number in range(repeats):
+        runs.append(bench.run(marks[-1], number, repeats, progress))
+    curves = {name: _curve([run[name] for run in runs], marks) for name in CURVES}
+    config, times = llm.model.config, bench.engine.times
+    return BenchResult(
+        what="bench cache",
+        machine=machine(),
+        commit=commit(),
+        dtype=_dtype(llm),
+        cache_dtype=llm.cache.dtype,
+        layout=llm.cache.layout,
+        parameters=sum(parameter.numel() for parameter in llm.model.parameters()),
+        prompt=len(start),
+        repeats=repeats,
+        tokens=marks,
+        curves=curves,
+        speedup=tuple(a / b for a, b in zip(curves["recompute"].seconds, curves["cache"].seconds, strict=True)),
+        engine_ms=1e3 * (times.total - times.model) / times.steps,
+        model_ms=1e3 * times.model / times.steps,
+        agree=bench.agree,
+        counted=tuple(_count(llm, len(start), mark) for mark in marks),
+    )
+
+
+def _start(llm: LLM, prompt: str | Sequence[int]) -> list[int]:
+    """The prompt's ids; a model without an opening token starts from token 0."""
+    if len(prompt) or (llm.tokenizer is not None and llm.tokenizer.specials.separator is not None):
+        return llm.encode(prompt)
+    return [0]
+
+
+def _check(llm: LLM, marks: Sequence[int], prompt: int, repeats: int) -> None:
+    if len(marks) < 2 or marks[0] < 2:
+        raise RequestError("tokens: a curve needs two different numbers of tokens, each at least 2")
+    if repeats < 1:
+        raise RequestError(f"repeats: {repeats} is out of range, must be at least 1")
+    if prompt + marks[-1] > llm.model.config.limit:
+        raise RequestError(
+            f"{prompt} prompt tokens and {marks[-1]} new ones exceed the model's limit of {llm.model.config.limit}",
+            f"--tokens up to {llm.model.config.limit - prompt}",
+        )
+
+
+def _count(llm: LLM, prompt: int, mark: int) -> Counted:
+    stored = DTYPE_BYTES[llm.cache.dtype]
+    cached, fresh = generation(llm.model.config, prompt, mark, element=DTYPE_BYTES[_dtype(llm)], stored=stored)
+    gain = Gain(fresh.attention / cached.attention, fresh.projections / cached.projections)
+    return Counted(mark, cached, fresh, gain, formula(mark))
+
+
+def _dtype(llm: LLM) -> str:
+    return str(llm.model.embed.tokens.weight.dtype).removeprefix("torch.")
+
+
+# ---------------------------------------------------------------- running
+
+
+class _Bench:
+    """Runs the curves side by side; every run of the engine has a prefix salt of its own, so nothing is reused."""
+
+    def __init__(self, llm: LLM, start: list[int], marks: Sequence[int]) -> None:
+        self.model, self.start, self.marks = llm.model, start, marks
+        cache = replace(llm.cache, rows=1, capacity=len(start) + marks[-1], blocks=None)
+        self.engine = Engine(llm.model, cache, tokenizer=llm.tokenizer)
+        self.agree = marks[-1]
+        self._runs = 0
+
+    def run(
+        self, total: int, number: int = 0, repeats: int = 1, progress: Progress | None = None
+    ) -> dict[str, list[float]]:
+        """Seconds of each token, by curve."""
+        order = CURVES[number % len(CURVES) :] + CURVES[: number % len(CURVES)]
+        steps = {name: self._steps(name, total) for name in order}
+        seconds: dict[str, list[float]] = {name: [] for name in order}
+        ids: dict[str, list[int]] = {name: [] for name in order}
+        done = 0
+        for mark in sorted({*(m for m in self.marks if m < total), total}):
+            for name in order:
+                for _ in range(mark - done):
+                    began = time.perf_counter()
+                    ids[name].append(next(steps[name]))
+                    seconds[name].append(time.perf_counter() - began)
+                if progress is not None:
+                    progress(name, number * total + mark, repeats * total)
+            done = mark
+        same = (one == two == three for one, two, three in zip(*ids.values(), strict=True))
+        self.agree = min(self.agree, next((at for at, equal in enumerate(same) if not equal), self.agree))
+        return seconds
+
+    def _steps(self, name: str, total: int) -> Iterator[int]:
+        if name == "cache":
+            return self._cached(total)
+        return self._recomputed(total) if name == "recompute" else self._grown(total)
+
+    def _cached(self, total: int) -> Iterator[int]:
+        self._runs += 1
+        sampling = Sampling(max_tokens=total, temperature=0, ignore_eos=True)
+        request = self.engine.submit(self.start, sampling, salt=f"bench {self._runs}")
+        while not self.engine.idle:
+            for piece in self.engine.step():
+                if piece.error is not None:
+                    raise EngineError(f"bench: {piece.error}")
+                if piece.token is not None:
+                    yield piece.token
+        self.engine.usage(request)
+
+    @torch.inference_mode()
+    def _next(self, tokens: Sequence[int], first: int, memory: Memory, limit: int) -> int:
+        """Run ``tokens``, at positions from ``first`` on, and choose what follows."""
+        device = self.engine.device
+        ids = torch.tensor(tokens, device=device)
+        at = torch.arange(first, first + len(tokens), device=device)
+        lane = Lane(1, len(tokens), first + len(tokens))
+        step = Step(ids, at, (lane,), torch.tensor([len(tokens) - 1], device=device), limits=torch.full_like(at, limit))
+        return int(self.model.logits(self.model(step, memory), step.wanted).argmax())
+
+    def _recomputed(self, total: int) -> Iterator[int]:
+        tokens, memory = list(self.start), Fresh(self.model.config)
+        for _ in range(total):
+            tokens.append(self._next(tokens, 0, memory, len(self.start) + total))
+            yield tokens[-1]
+
+    def _grown(self, total: int) -> Iterator[int]:
+        memory, new, length = GrownByCat(self.model), list(self.start), 0
+        for _ in range(total):
+            token = self._next(new, length, memory, len(self.start) + total)
+            length, new = length + len(new), [token]
+            yield token
+
+
+class GrownByCat:
+    """One row's keys and values, [1, K, S, D] per layer, made anew by ``torch.cat`` for every token."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.specs = mixers(model.config)
+        dtype, device = model.embed.tokens.weight.dtype, model.embed.tokens.weight.device
+        self.keys = [torch.empty(1, s.kv_heads, 0, s.head_dim, dtype=dtype, device=device) for s in self.specs]
+        self.values = [torch.empty(1, s.kv_heads, 0, s.value_dim, dtype=dtype, device=device) for s in self.specs]
+        self.positions = torch.empty(1, 0, dtype=torch.int64, device=device)
+
+    def open(self, step: Step) -> Sequence[View]:
+        angles, queries = Angles(step.positions), Mark(step.positions.unsqueeze(0))
+        self.positions = torch.cat((self.positions, queries.position), dim=1)
+        reaches = {Reach(spec.causal, spec.window) for spec in self.specs}
+        readings = {reach: Reading(queries, Mark(self.positions), reach) for reach in reaches}
+        return [_CatView(self, at, readings[Reach(s.causal, s.window)], angles) for at, s in enumerate(self.specs)]
+
+
+class _CatView:
+    def __init__(self, memory: GrownByCat, layer: int, reading: Reading, angles: Angles) -> None:
+        self._memory, self._layer, self._reading, self._angles = memory, layer, reading, angles
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
+        if score.rotary is not None:
+            q, k = self._angles.rotate(q, score.rotary), self._angles.rotate(k, score.rotary)
+        keys, values, layer = self._memory.keys, self._memory.values, self._layer
+        keys[layer] = torch.cat((keys[layer], k.transpose(0, 1).unsqueeze(0)), dim=2)
+        values[layer] = torch.cat((values[layer], v.transpose(0, 1).unsqueeze(0)), dim=2)
+        return attend(q.unsqueeze(0), keys[layer], values[layer], self._reading, score).out.squeeze(0)
+
+
+# ---------------------------------------------------------------- what it means
+
+
+def _curve(runs: Sequence[Sequence[float]], marks: Sequence[int]) -> Curve:
+    totals = [[math.fsum(run[:mark]) for run in runs] for mark in marks]
+    seconds = tuple(statistics.median(each) for each in totals)
+    early = min(32, marks[-1])
+    return Curve(
+        seconds=seconds,
+        fastest=tuple(min(each) for each in totals),
+        slowest=tuple(max(each) for each in totals),
+        exponent=slope(marks, seconds),
+        early=_milliseconds(runs, early),
+        late=_milliseconds(runs, marks[-1]),
+    )
+
+
+def _milliseconds(runs: Sequence[Sequence[float]], at: int) -> float:
+    """Of the token number ``at`` (from 1): the median of those around it, over all runs."""
+    return 1e3 * statistics.median(t for run in runs for t in run[max(1, at - 1 - AROUND) : at + AROUND])
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of the straight line nearest to (log x, log y), by least squares: 1 for a linear cost, 2 for a quadratic one."""
+    return statistics.linear_regression([math.log(v) for v in x], [math.log(v) for v in y]).slope
+
+
+def machine() -> str:
+    """The processor, how many cores this process may use, torch's threads and version."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def commit() -> str:
+    """The commit of kvad's own checkout, ``-dirty`` with changes on top; "" where it is installed without one."""
+    here = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip() if found.returncode == 0 else ""

@@ -1,0 +1,123 @@
+"""One row in one layer of one step: the memory's numbers beside the judge's, and the first place where they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvad.cache.memory import Memory
+from kvad.lab.replay import Key, Stream
+from kvad.lab.watch import Books, Call, Layer, Told
+from kvad.model.transformer import Transformer
+from kvad.step import Mark, Reach
+
+__all__ = ["Case", "Differs", "World", "differs"]
+
+
+@dataclass(frozen=True)
+class World:
+    """What every case is held against.  ``close``: how far from the judge's largest element is still equal;
+    ``stored``: the precision that was promised; ``only_first_layer``: look at its keys and values alone."""
+
+    model: Transformer
+    streams: Sequence[Stream]
+    judge: Mapping[Key, list[Layer]]
+    memory: Memory
+    books: Books
+    close: float
+    stored: torch.dtype
+    only_first_layer: bool
+
+
+@dataclass(frozen=True)
+class Differs:
+    """``at``: the first index along the dimension of interest; ``size``: the largest |difference|."""
+
+    at: int
+    size: float
+
+
+def differs(have: Tensor, true: Tensor, close: float, dim: int) -> Differs | None:
+    """First index along ``dim`` where ``have`` is further than ``close`` (relative to true's largest) from ``true``."""
+    if not true.numel():
+        return None
+    finite = true[true.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    gap = (have - true).abs().masked_fill(have == true, 0.0).nan_to_num(nan=math.inf)
+    others = [d for d in range(gap.dim()) if d != dim % gap.dim()]
+    far = (gap.amax(dim=others) if others else gap) > close * max(scale, 1e-30)
+    return Differs(int(far.int().argmax()), float(gap.max())) if bool(far.any()) else None
+
+
+class Case:
+    """One row in one layer of one step: ``q`` [L, H, D], ``k`` [K, S, D], ``v``, ``columns`` [S],
+    ``scores`` [H, L, S] and ``out`` are what the memory attended with; ``judge`` is the whole row without one.
+
+    S' below are the visible places: those that some query of this row may see, by the host's books.
+    """
+
+    def __init__(self, world: World, call: Call, row: Told) -> None:
+        self.world, self.call, self.row = world, call, row
+        self.memory, self.close = world.memory, world.close
+        self.judge = world.judge[row.key][call.layer]
+        seen, r = row.seen, row.lane_row
+        self.q, self.k, self.v = seen.q[r], seen.k[r], seen.v[r]
+        self.columns, self.scores, self.out = seen.positions[r], seen.scores[r], seen.out[r]
+        self.new = torch.arange(row.start, row.start + row.num_new)
+        mixer = world.books.groups[row.group].mixer
+        self.allowed = Reach(mixer.causal, mixer.window).allows(Mark(self.new), Mark(row.meant))  # [L, S]
+        self.reach = Reach(mixer.causal, mixer.window)
+        self.places = self.allowed.any(dim=0).nonzero().squeeze(-1)  # [S']
+        self.meant = row.meant[self.places]
+
+    # ------------------------------------------------------------ the first difference
+
+    def first_difference(self) -> tuple[str, int, float] | None:
+        """(what, the query's position, how much), or None."""
+        new, start = slice(self.row.start, self.row.start + self.row.num_new), self.row.start
+        first = [("q", self._at_query(self.q, self.judge.q[new], 0))]
+        if self.world.only_first_layer:
+            first = []
+        for what, differs in (
+            *first,
+            ("k", self._wrong(self.k, self.judge.k)),
+            ("v", self._wrong(self.v, self.judge.v)),
+        ):
+            if differs is not None:
+                return what, differs.at if what == "q" else self._first_reader(differs.at), differs.size
+        if self.world.only_first_layer:
+            return None
+        out = self._at_query(self.out, self.judge.out[new], 0)
+        if out is not None:
+            return "the attention output", out.at, out.size
+        if not bool((self.visible() == self.allowed).all()) or self.missing() is not None:
+            wrong = (self.visible() != self.allowed).any(dim=-1)
+            return "the set of visible keys", start + int(wrong.int().argmax()), 0.0
+        return None
+
+    def _at_query(self, have: Tensor, true: Tensor, dim: int) -> Differs | None:
+        found = differs(have, true, self.close, dim)
+        return None if found is None else Differs(found.at + self.row.start, found.size)
+
+    def _wrong(self, have: Tensor, true: Tensor) -> Differs | None:
+        """have [K, S, D], true [K, T, D]: the first visible place whose contents differ; ``at`` is an index in S'."""
+        return differs(have[:, self.places], true[:, self.meant], self.close, 1)
+
+    def _first_reader(self, place: int) -> int:
+        return self.row.start + int(self.allowed[:, self.places[place]].int().argmax())
+
+    def visible(self) -> Tensor:
+        """[L, S]: what the memory let every query see."""
+        return (self.scores > -math.inf).any(dim=0)
+
+    def missing(self) -> int | None:
+        """A position that a query may see and no place of the row's table holds, by the books."""
+        held = set(self.meant.tolist())
+        window = self.reach.window
+        oldest = 0 if window is None else max(0, self.row.start - window + 1)
+        missing = [p for p in range(oldest, self.row.start + self.row.num_new) if p not in held]
+        return missing[0] if missing else None

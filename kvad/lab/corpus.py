@@ -1,0 +1,74 @@
+"""Real text that every machine has: the source of the running Python's own standard library.
+
+Found by ``sysconfig``; where it comes without sources, the sources of installed packages.  Nothing is downloaded.
+Tests, generated tables and vendored code are left out: a small model should not spend its minutes on them.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvad.errors import DataError
+
+__all__ = ["Corpus", "find_corpus"]
+
+LEFT_OUT = {
+    "__pycache__",
+    "ensurepip",
+    "encodings",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
+ENOUGH = 2_000_000  # bytes: less would not keep a model busy for two minutes
+LARGEST = 200_000  # bytes: a larger file is a table more often than a program
+
+
+class Corpus(NamedTuple):
+    """``what`` says in words where the files come from."""
+
+    what: str
+    root: Path
+    files: tuple[Path, ...]
+    num_bytes: int
+
+
+def find_corpus(places: Iterable[tuple[str, str]] | None = None) -> Corpus:
+    """The first place with enough Python sources; DataError, naming the places, where there is none.
+
+    ``places``: (what, folder) in order of preference, this Python's own by default.
+    """
+    tried = []
+    for what, folder in places if places is not None else _places():
+        root = Path(folder)
+        files = tuple(sorted(_sources(root))) if root.is_dir() else ()
+        size = sum(path.stat().st_size for path in files)
+        if size >= ENOUGH:
+            return Corpus(what, root, files, size)
+        tried.append(f"{root} ({size:,} bytes)")
+    raise DataError(f"no Python sources found in {', '.join(tried)}", "train on your own text: kvad train FILE --out DIR")
+
+
+def _places() -> list[tuple[str, str]]:
+    paths = sysconfig.get_paths()
+    return [
+        ("the standard library of this Python", paths["stdlib"]),
+        ("the packages installed in this Python", paths["purelib"]),
+        ("the packages installed in this Python", paths["platlib"]),
+    ]
+
+
+def _sources(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink() and path.name not in LEFT_OUT:
+            yield from _sources(path)
+        elif path.suffix == ".py" and path.is_file() and 0 < path.stat().st_size <= LARGEST:
+            yield path

@@ -1,0 +1,174 @@
+"""The words of ``kvad verify``: the faults it knows by name, what it found, and how it judges.
+
+Rules (the same text is printed):
+
+* *structure* is judged in float64, model and cache: exact is max |dlogit| <= 1e-10 at every position that was computed;
+* the stored dtype is judged beside a float32 judge (float64 beside a float64 one) with the tolerance
+  ``(256 eps(compute) + 8 eps(stored, where it is coarser)) * max |logit|``;
+* **exact**: exact structure, float32 or float64 stored, within the tolerance, and the same greedy token everywhere but
+  at ties; a tie is a position where the judge's best two logits are closer than twice the tolerance;
+* **within tolerance**: exact structure, a half precision stored, max |dlogit| within the tolerance;
+* **lossy by design**: exact structure, a half precision stored, beyond the tolerance, and what the first layer reads is
+  the true key and value, rounded;
+* **BROKEN**: anything else.
+
+No torch here: the command line reads the names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+__all__ = ["EXACT", "FAULTS", "RULES", "UNKNOWN", "Divergence", "Fault", "Finding", "MemoryReport", "Report", "Verdict"]
+
+EXACT = 1e-10
+UNKNOWN = "unknown"
+Verdict = Literal["exact", "within tolerance", "lossy by design", "BROKEN"]
+
+RULES = (
+    "structure: float64 model and cache, max |dlogit| <= 1e-10",
+    "tolerance: (256 eps(compute) + 8 eps(stored, where coarser)) x max |logit|",
+    "exact: exact structure, float32 or float64 stored, within the tolerance, the same greedy tokens but for ties",
+    "tie: the judge's best two logits are closer than twice the tolerance",
+    "within tolerance: exact structure, bfloat16 or float16 stored, within the tolerance",
+    "lossy by design: exact structure, beyond the tolerance, yet what is read is the true keys and values, rounded",
+)
+
+
+class Fault(NamedTuple):
+    """``what`` is wrong with the memory; ``causes``: what usually leads to that."""
+
+    what: str
+    causes: str
+
+
+FAULTS: dict[str, Fault] = {
+    "mask": Fault(
+        "queries attend to keys that they may not see",
+        "a mask of one chunk that forgets the offset of its first query, or none at all while prefilling; "
+        "a window that is not applied",
+    ),
+    "position": Fault(
+        "positions are off: what is turned, biased or embedded by position is so by another one",
+        "a length counted before the token was added instead of after, or restarted with every chunk or resumed row",
+    ),
+    "rotation": Fault(
+        "keys are turned wrongly",
+        "keys stored before they are rotated but read as if after, rotated twice or backwards, "
+        "or pairs interleaved where the model splits halves",
+    ),
+    "scale": Fault(
+        "scores are a constant multiple of the right ones",
+        "1/sqrt(head dim) applied twice, not at all, or with another head dim",
+    ),
+    "cursor": Fault(
+        "new tokens are not written where the ledger put them",
+        "a write cursor that lags by one, or does not move: the last key is overwritten and the newest is missing",
+    ),
+    "table": Fault(
+        "a row reads a block that is not in that place of its table",
+        "block tables padded, sorted or cut wrongly, a stale table, a logical block number used as a physical one",
+    ),
+    "layer": Fault(
+        "a layer reads another layer's keys",
+        "two layers share one store, or stores are indexed by the layer's place in its group",
+    ),
+    "neighbour": Fault(
+        "a row reads another row's keys",
+        "seats or tables in another order than the rows of the step, a block handed on without being cleared",
+    ),
+    "dtype": Fault(
+        "keys or values are rounded more coarsely than promised",
+        "a store or a cast in a lower precision, autocast around the write",
+    ),
+    UNKNOWN: Fault("something differs, and no known fault explains it", "read the first difference, and bisect there"),
+}
+
+
+class Finding(NamedTuple):
+    """The first difference from the judge, and its diagnosis.
+
+    ``row`` and ``sample`` number the request and its sample, ``position`` is the query's; ``what``: q, k, v, scores
+    or attention output; ``difference``: its largest element.  ``fault`` is a key of FAULTS.
+    """
+
+    fault: str
+    layer: int
+    row: int
+    sample: int
+    position: int
+    what: str
+    difference: float
+    evidence: str
+
+    @property
+    def causes(self) -> str:
+        return FAULTS[self.fault].causes
+
+    def sentence(self) -> str:
+        sample = f" (sample {self.sample})" if self.sample else ""
+        return (
+            f"{self.fault}: {FAULTS[self.fault].what}; first at layer {self.layer}, row {self.row}{sample}, "
+            f"position {self.position}, where {self.what} differs by {self.difference:.2e}: {self.evidence}"
+        )
+
+
+class Divergence(NamedTuple):
+    """A greedy token that differs from the judge's; ``gap`` between the judge's best two logits there."""
+
+    row: int
+    sample: int
+    position: int
+    judge: int
+    memory: int
+    gap: float
+    tie: bool
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """One layout and dtype.  ``structure``: max |dlogit| of the float64 twin; ``happened``: counts of what ran."""
+
+    layout: str
+    dtype: str
+    max_dlogit: float
+    tolerance: float
+    structure: float
+    kl_mean: float
+    kl_max: float
+    agree: int
+    compared: int
+    ties: int
+    first_divergence: Divergence | None
+    verdict: Verdict
+    seconds: float
+    happened: dict[str, int] = field(default_factory=dict)
+    finding: Finding | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that ``kvad verify`` prints.  ``broken``: exit code 1."""
+
+    rows: tuple[int, ...]  # tokens of every row, generated ones included
+    positions: int
+    logit_scale: float
+    injected: str | None
+    memories: tuple[MemoryReport, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    rules: tuple[str, ...] = RULES
+
+    @property
+    def broken(self) -> bool:
+        return any(memory.verdict == "BROKEN" for memory in self.memories)
+
+    def verdict(self) -> str:
+        """``exact (paged float32, contiguous float32), within tolerance (...)``, the worst last."""
+        parts = []
+        for word in ("exact", "within tolerance", "lossy by design", "BROKEN"):
+            names = [f"{m.layout} {m.dtype}" for m in self.memories if m.verdict == word]
+            if names:
+                parts.append(f"{word} ({', '.join(names)})")
+        return ", ".join(parts)

@@ -1,0 +1,382 @@
+"""What a first difference looks like: every known fault as a hypothesis with a test of its own.
+
+In this order, because a later test relies on what the earlier ones have excluded:
+
+1.  the plan's tables lack a position that a query may see         -> table (the host's fault)
+2.  all new slots are marked with positions off by a constant      -> position
+3.  the query itself differs: turned by another position, or embedded at one -> position; turned otherwise -> rotation
+4.  what is read is not what is stored in the row's blocks: another of its blocks, or none -> table;
+    another row's -> neighbour; another layer's -> layer
+5.  what is stored is the true key rounded -> dtype; turned otherwise -> rotation; turned by another position ->
+    position; another layer's -> layer; another row's -> neighbour; another position's, or nothing -> cursor
+6.  keys are right, but others are visible                         -> mask
+7.  scores are a constant multiple of the right ones -> scale; biased as at other positions -> position
+
+A test judges all wrong places together: one key may look like another's by chance (without positions, equal tokens
+have equal keys in the first layer), a whole set does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvad.lab.case import Case, differs
+from kvad.lab.findings import UNKNOWN
+from kvad.lab.replay import Key
+from kvad.lab.watch import Call, Watched
+from kvad.model.transformer import Transformer
+from kvad.ops.attend import distance_bias
+from kvad.ops.rotary import Angles
+from kvad.step import Lane, Rotary, Step
+
+__all__ = ["explain"]
+
+SHIFTS = tuple(d for d in range(-16, 17) if d)
+ROUNDED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+# ------------------------------------------------------------ hypotheses, in order
+
+
+def explain(case: Case) -> tuple[str, str]:
+    """(fault, evidence)."""
+    tests = (
+        _host,
+        _marked_elsewhere,
+        _other_query,
+        _not_what_is_stored,
+        _not_what_was_given,
+        _others_visible,
+        _other_scores,
+    )
+    for test in tests:
+        found = test(case)
+        if found is not None:
+            return found
+    return UNKNOWN, "no test explains it"
+
+
+def _host(case: Case) -> tuple[str, str] | None:
+    missing = case.missing()
+    if missing is None:
+        return None
+    return "table", f"the plan's own table holds no slot of position {missing}"
+
+
+def _marked_elsewhere(case: Case) -> tuple[str, str] | None:
+    """The columns of this step's own slots are off by one constant."""
+    column = case.memory.positions[case.row.group].view(-1)
+    slots = {int(p): int(s) for p, s in zip(case.row.meant, case.row.slots, strict=True) if p >= 0}
+    marks = torch.stack([column[slots[int(p)]] for p in case.new])
+    shift = int(marks[0] - case.new[0])
+    if shift == 0 or bool((marks < 0).any()) or not bool((marks - case.new == shift).all()):
+        return None
+    first, last = int(case.new[0]), int(case.new[-1])
+    return "position", f"the new tokens {first}..{last} are marked {int(marks[0])}..{int(marks[-1])}: {shift:+d}"
+
+
+def _other_query(case: Case) -> tuple[str, str] | None:
+    new = slice(case.row.start, case.row.start + case.row.num_new)
+    if differs(case.q, case.judge.q[new], case.close, 0) is None:
+        return None
+    given = case.call.q[case.row.place : case.row.place + case.row.num_new]
+    if differs(given, case.judge.raw_q[new], case.close, 0) is not None:
+        return _embedded_elsewhere(case, given)
+    rotary = _rotary(case, case.new)
+    if rotary is None:
+        return UNKNOWN, "the model gave the right queries, the memory attends with others"
+    shift = _turned_by_shift(case, case.judge.raw_q[new], case.q, case.new, rotary)
+    if shift is not None:
+        return "position", f"queries are turned as at position p{shift:+d}"
+    turned = _turned_otherwise(case, case.judge.raw_q[new], case.q, case.new, rotary)
+    return ("rotation", f"queries are {turned}") if turned else (UNKNOWN, "queries are turned in no known way")
+
+
+def _embedded_elsewhere(case: Case, given: Tensor) -> tuple[str, str]:
+    """The model itself gave other queries: does it give these when its tokens stand at other positions?"""
+    stream, sample = case.row.key
+    tokens = case.world.streams[stream].tokens(sample)[case.row.start : case.row.start + case.row.num_new]
+    if case.call.layer == 0:
+        for shift in (*SHIFTS, -case.row.start):
+            if case.row.start + shift < 0 or not shift:
+                continue
+            queries = _first_queries(case.world.model, tokens, case.row.start + shift)
+            if queries is not None and differs(given, queries, case.close, 0) is None:
+                return "position", f"queries are those of tokens embedded at position p{shift:+d}"
+    return UNKNOWN, "the layer was given other inputs than the judge's, though the layers before it agree"
+
+
+# ------------------------------------------------------------ 4: read against stored
+
+
+def _not_what_is_stored(case: Case) -> tuple[str, str] | None:
+    keys, columns = _stored(case)
+    wide = _wide(case, keys)
+    alike = (wide == case.k) | (wide.isnan() & case.k.isnan())
+    same = alike.all(dim=-1).all(dim=0) & (columns == case.columns)
+    bad = [int(p) for p in case.places if not bool(same[p])]
+    if not bad:
+        return None
+    size = case.world.books.groups[case.row.group].block_size
+    place = bad[0] // size
+    low, high = place * size, min((place + 1) * size, len(case.columns))
+    found = _blocks_like(case, case.columns[low:high], case.k[:, low:high])
+    own = case.world.books.blocks[case.row.group][case.row.key]
+    position = int(case.row.meant[bad[0]])
+    what = f"position {position} lies in block {own[place]}, but in its place the row reads"
+    mine = [block for block in found if block in own]
+    if mine:
+        return "table", f"{what} block {mine[0]}, another one of its own"
+    for key, blocks in case.world.books.blocks[case.row.group].items():
+        theirs = [block for block in found if block in blocks]
+        if theirs and key != case.row.key and bool((case.columns[low:high] >= 0).any()):
+            return "neighbour", f"{what} block {theirs[0]}, which belongs to row {key[0]}"
+    other = _layer_like(case, case.places)
+    if other is not None:
+        return "layer", f"the keys read are those stored for layer {other}"
+    if found or not bool((case.columns[low:high] >= 0).any()):
+        return "table", f"{what} one that holds nothing of any row"
+    return UNKNOWN, f"{what} keys that are stored nowhere"
+
+
+def _stored(case: Case) -> tuple[Tensor, Tensor]:
+    """What lies in the row's own blocks: keys [K, S, D] and columns [S]."""
+    size = case.world.books.groups[case.row.group].block_size
+    blocks, offsets = case.row.slots // size, case.row.slots % size
+    keys = case.memory.keys[case.call.layer][blocks, :, offsets].transpose(0, 1)
+    return keys, case.memory.positions[case.row.group][blocks, offsets]
+
+
+def _wide(case: Case, stored: Tensor) -> Tensor:
+    return stored.to(case.k.dtype)
+
+
+def _blocks_like(case: Case, columns: Tensor, keys: Tensor) -> list[int]:
+    """The blocks whose first slots hold exactly these columns and keys."""
+    count = len(columns)
+    marks, store = case.memory.positions[case.row.group], case.memory.keys[case.call.layer]
+    alike = (marks[:, :count] == columns).all(dim=-1).nonzero().squeeze(-1).tolist()
+    return [int(b) for b in alike if torch.equal(_wide(case, store[b][:, :count]), keys)]
+
+
+def _layer_like(case: Case, places: Tensor) -> int | None:
+    """Another layer whose true keys are what is read at ``places``."""
+    have, meant = case.k[:, places], case.row.meant[places]
+    for number, layer in enumerate(case.world.judge[case.row.key]):
+        if number == case.call.layer or layer.k.shape != case.judge.k.shape:
+            continue
+        if differs(have, layer.k[:, meant], case.close, 1) is None:
+            return number
+    return None
+
+
+# ------------------------------------------------------------ 5: stored against true
+
+
+def _not_what_was_given(case: Case) -> tuple[str, str] | None:
+    wrong = _wrong_places(case, case.k, case.judge.k)
+    if not len(wrong):
+        wrong_values = _wrong_places(case, case.v, case.judge.v)
+        if not len(wrong_values):
+            return None
+        meant = case.row.meant[wrong_values]
+        return _rounded(case, case.v[:, wrong_values], case.judge.v[:, meant], "values") or (
+            UNKNOWN,
+            f"keys are right, the value of position {int(meant[0])} is not",
+        )
+    meant = case.row.meant[wrong]
+    have, true = case.k[:, wrong], case.judge.k[:, meant]
+    rounded = _rounded(case, have, true, "keys")
+    if rounded is not None:
+        return rounded
+    return _turned(case, have, meant) or _somebody_elses(case, wrong, have, meant)
+
+
+def _wrong_places(case: Case, have: Tensor, true: Tensor) -> Tensor:
+    """The visible places [n] whose contents differ from the judge's."""
+    scale = float(true.abs().max())
+    gap = (have[:, case.places] - true[:, case.meant]).abs().nan_to_num(nan=math.inf).amax(dim=(0, 2))
+    return case.places[gap > case.close * scale]
+
+
+def _rounded(case: Case, have: Tensor, true: Tensor, what: str) -> tuple[str, str] | None:
+    if not bool(have.isfinite().all()):
+        top = torch.finfo(case.world.stored).max
+        if float(true.abs().max()) > top:
+            return "dtype", f"true {what} reach {float(true.abs().max()):.3g}, {case.world.stored} ends at {top:.3g}"
+        return None
+    for dtype in ROUNDED:
+        if torch.finfo(dtype).eps <= torch.finfo(case.world.stored).eps:
+            continue
+        alike = (have - true.to(dtype).to(have.dtype)).abs() <= 1e-3 * torch.finfo(dtype).eps * true.abs()
+        if float(alike.double().mean()) > 0.95:
+            name, promised = (str(d).removeprefix("torch.") for d in (dtype, case.world.stored))
+            return "dtype", f"{what} are the true ones rounded to {name}, where {promised} was promised"
+    return None
+
+
+def _turned(case: Case, have: Tensor, meant: Tensor) -> tuple[str, str] | None:
+    rotary = _rotary(case, meant)
+    if rotary is None:
+        return None
+    have, raw = have.transpose(0, 1), case.judge.raw_k[:, meant].transpose(0, 1)
+    turned = _turned_otherwise(case, raw, have, meant, rotary)
+    if turned is not None:
+        return "rotation", f"stored keys are {turned}"
+    shift = _turned_by_shift(case, raw, have, meant, rotary)
+    return None if shift is None else ("position", f"stored keys are turned as at position p{shift:+d}")
+
+
+def _somebody_elses(case: Case, wrong: Tensor, have: Tensor, meant: Tensor) -> tuple[str, str]:
+    """Whose keys are they?  All wrong places must agree, so that one chance likeness names nobody."""
+    other = _layer_like(case, wrong)
+    if other is not None:
+        return "layer", f"the keys of positions {int(meant[0])}..{int(meant[-1])} are those of layer {other}"
+    columns = case.columns[wrong]
+    written = columns >= 0
+    first = int(meant[0])
+    if _are_keys_of(case, case.row.key, have[:, written], columns[written]):
+        if not bool(written.all()):
+            return "cursor", f"nothing is stored in the slot of position {int(meant[~written][0])}"
+        return "cursor", f"the slot of position {first} holds the key of position {int(columns[0])}"
+    for key in case.world.judge:
+        if key != case.row.key and _are_keys_of(case, key, have[:, written], columns[written]):
+            return "neighbour", f"the slot of position {first} holds a key of row {key[0]}"
+    if not bool(have.any()):
+        return "cursor", f"the slot of position {first} is empty"
+    return UNKNOWN, f"the slot of position {first} holds a key that nobody computed"
+
+
+def _are_keys_of(case: Case, key: Key, have: Tensor, positions: Tensor) -> bool:
+    """Are have [K, n, D] the true keys of a row's ``positions`` [n]?"""
+    layer = case.world.judge[key][case.call.layer]
+    if bool((positions >= layer.k.shape[1]).any()):
+        return False
+    return differs(have, layer.k[:, positions], case.close, 1) is None
+
+
+# ------------------------------------------------------------ 6, 7: arithmetic
+
+
+def _others_visible(case: Case) -> tuple[str, str] | None:
+    seen, true = case.visible(), case.allowed
+    extra, hidden = seen & ~true, true & ~seen
+    if bool(extra.any()):
+        query, place = (int(n) for n in extra.nonzero()[0])
+        return "mask", f"the query at position {int(case.new[query])} sees {_named(case, place)}"
+    if bool(hidden.any()):
+        query, place = (int(n) for n in hidden.nonzero()[0])
+        return "mask", f"the query at position {int(case.new[query])} does not see {_named(case, place)}"
+    return None
+
+
+def _named(case: Case, place: int) -> str:
+    position = int(case.row.meant[place])
+    return f"the key of position {position}" if position >= 0 else "a slot that nobody wrote"
+
+
+def _other_scores(case: Case) -> tuple[str, str] | None:
+    """Scores are taken apart again: bias off, softcap undone; what is left is a multiple of q.k."""
+    score, seen = case.judge.score, case.allowed.unsqueeze(0).expand_as(case.scores)
+    heads, kv_heads = case.scores.shape[0], case.k.shape[0]
+    keys = case.k.repeat_interleave(heads // kv_heads, dim=0)
+    dots = case.q.transpose(0, 1) @ keys.transpose(-1, -2) * score.scale
+    bias = _bias(case, 0)
+    left = case.scores - bias
+    if score.softcap is not None:
+        left = left / score.softcap
+        seen = seen & (left.abs() < 0.999)
+        left = torch.atanh(left.clamp(-0.999, 0.999)) * score.softcap
+    x, y = left[seen], dots[seen]
+    ratio = float((x @ y) / (y @ y).clamp(min=1e-300))
+    fits = float((x - ratio * y).norm()) <= 1e-6 * float(x.norm())
+    if fits and abs(ratio - 1) > 1e-6:
+        return "scale", f"scores are {ratio:.6g} times scale * q.k"
+    for shift in SHIFTS if score.bias is not None and score.softcap is None else ():
+        if differs((case.scores - _bias(case, shift))[seen], y, case.close, 0) is None:
+            return "position", f"biases are those of queries at position p{shift:+d}"
+    return None
+
+
+def _bias(case: Case, shift: int) -> Tensor:
+    """[H, L, S] of the true positions, queries shifted."""
+    if case.judge.score.bias is None:
+        return torch.zeros((), dtype=case.scores.dtype)
+    queries = (case.new + shift).unsqueeze(0)
+    return distance_bias(case.judge.score.bias, queries, case.row.meant.unsqueeze(0))[0].to(case.scores.dtype)
+
+
+# ------------------------------------------------------------ turning
+
+
+def _rotary(case: Case, positions: Tensor) -> Rotary | None:
+    rotary = case.judge.score.rotary
+    if rotary is None or rotary.inv_freq.dim() == 1:
+        return rotary
+    return rotary._replace(inv_freq=rotary.inv_freq[positions])
+
+
+def _turned_by_shift(case: Case, raw: Tensor, have: Tensor, positions: Tensor, rotary: Rotary) -> int | None:
+    """The constant d with have == R(p + d) raw; raw, have [n, heads, D]."""
+    for shift in (*SHIFTS, -case.row.start):
+        if shift and differs(have, Angles(positions + shift).rotate(raw, rotary), case.close, 0) is None:
+            return shift
+    return None
+
+
+def _turned_otherwise(case: Case, raw: Tensor, have: Tensor, positions: Tensor, rotary: Rotary) -> str | None:
+    swapped = rotary._replace(interleaved=not rotary.interleaved)
+    ways = {
+        "not turned at all": raw,
+        "turned backwards": Angles(-positions).rotate(raw, rotary),
+        "turned twice": Angles(positions).rotate(Angles(positions).rotate(raw, rotary), rotary),
+        "turned in other pairs of dimensions": Angles(positions).rotate(raw, swapped),
+    }
+    for words, turned in ways.items():
+        if differs(have, turned, case.close, 0) is None:
+            return words
+    return None
+
+
+def _first_queries(model: Transformer, tokens: Sequence[int], start: int) -> Tensor | None:
+    """raw q [L, H, D] of layer 0 for ``tokens`` at ``start ..``; None where the model has no such positions."""
+    caught: list[Tensor] = []
+
+    def keep(call: Call) -> None:
+        caught.append(call.q)
+        raise _Enough
+
+    watched = Watched(keep)
+    watched.inner = _Nowhere(model.config.decoder.layers)
+    positions = torch.arange(start, start + len(tokens))
+    step = Step(torch.tensor(tokens), positions, (Lane(1, len(tokens), len(tokens)),), positions)
+    try:
+        model(step, watched)
+    except _Enough:
+        return caught[0]
+    except IndexError:  # past the end of a table of learned positions
+        return None
+    return None
+
+
+class _Enough(Exception):
+    pass
+
+
+class _Nowhere:
+    """A memory whose views give zeros."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+
+    def open(self, step: Step) -> Sequence[_Nothing]:
+        return [_Nothing()] * self._layers
+
+
+class _Nothing:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, score: object) -> Tensor:
+        return q.new_zeros(*q.shape[:2], v.shape[-1])

@@ -1,0 +1,169 @@
+"""What is in a checkpoint, from its small files and its headers: no weight is read and torch is not imported.
+
+``problems`` are what a load would refuse: tensors that are missing, that nobody asked for, or that have another shape
+than the config says.  Attention maps need a running model and are asked of :class:`kvad.llm.LLM`, which is imported
+only then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvad.cache.planning import BUDGET, MemoryPlan
+from kvad.cache.weights import part_of, parts, weight_shapes
+from kvad.config import ModelConfig
+from kvad.errors import CheckpointError
+from kvad.lab.draw import AttentionMap
+from kvad.lab.headers import TensorInfo, read_headers, weight_files
+from kvad.lab.plan import memory_json, plan_target, read_target
+from kvad.text.base import FILE_NAME
+
+__all__ = ["Attention", "Summary", "TokenizerSummary", "attention_maps", "outline", "summarise", "to_json"]
+
+
+NOT_TRAINING = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
+
+
+class TokenizerSummary(NamedTuple):
+    kind: str
+    vocab: int
+    specials: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """``parameters`` by part, of what is stored; ``training``: what the checkpoint says of its training, or None."""
+
+    path: Path
+    config: ModelConfig
+    tensors: tuple[TensorInfo, ...]
+    parameters: Mapping[str, int]
+    problems: tuple[str, ...]
+    plan: MemoryPlan
+    tokenizer: TokenizerSummary | None
+    training: Mapping[str, Any] | None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.parameters.values())
+
+
+class Attention(NamedTuple):
+    tokens: tuple[int, ...]
+    pieces: tuple[str, ...]
+    maps: tuple[AttentionMap, ...]
+
+
+def summarise(folder: Path) -> Summary:
+    """Raises CheckpointError for what is not a whole checkpoint, ConfigError for a config that cannot be."""
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}", "name a folder that kvad wrote")
+    target = read_target(str(folder))
+    files = weight_files(folder)
+    if not files:
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no model.safetensors")
+    tensors = tuple(read_headers(files))
+    return Summary(
+        path=folder,
+        config=target.config,
+        tensors=tensors,
+        parameters=parts({tensor.name: tensor.shape for tensor in tensors}),
+        problems=tuple(_problems(target.config, tensors)),
+        plan=plan_target(target, budget=BUDGET),
+        tokenizer=_tokenizer(folder),
+        training=_training(folder),
+    )
+
+
+def _problems(config: ModelConfig, tensors: Sequence[TensorInfo]) -> list[str]:
+    expected = weight_shapes(config)
+    stored = {tensor.name: tensor.shape for tensor in tensors}
+    found = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in stored]
+    for name, shape in stored.items():
+        if name not in expected:
+            found.append(f"{name} {list(shape)} is not part of this model")
+        elif shape != expected[name]:
+            found.append(f"{name} is {list(shape)}, the config says {list(expected[name])}")
+    return found
+
+
+def _tokenizer(folder: Path) -> TokenizerSummary | None:
+    if not (folder / FILE_NAME).is_file():
+        return None
+    from kvad.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    return TokenizerSummary(tokenizer.kind, tokenizer.vocab_size, tokenizer.specials.names())
+
+
+def _training(folder: Path) -> Mapping[str, Any] | None:
+    """What stands beside the model: other keys of config.json, other JSON files, the sizes of other tensor files."""
+    config = _read_json(folder / "config.json")
+    found = {key: value for key, value in config.items() if key != "model"} if "model" in config else {}
+    for path in sorted(folder.glob("*.json")):
+        if path.name not in NOT_TRAINING:
+            found[path.stem] = _read_json(path)
+    weights = set(weight_files(folder))
+    for path in sorted(folder.glob("*.safetensors")):
+        if path not in weights:
+            found[path.stem] = {"tensors": len(read_headers([path])), "bytes": path.stat().st_size}
+    return found or None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected an object of keys, found {type(content).__name__}")
+    return content
+
+
+def attention_maps(
+    folder: Path, text: str, *, layers: Sequence[int] | None, heads: Sequence[int] | None, cached: bool = False
+) -> Attention:
+    """Run ``text`` once and keep the weights of the layers and heads asked for (None: all).
+
+    Raises CheckpointError for a folder that cannot be loaded, RequestError for a layer or head that is not there.
+    """
+    from kvad.llm import LLM
+
+    with LLM.load(folder, rows=1, capacity=16) as llm:  # the engine's own pool is not used
+        traced = llm.trace(text, layers=layers, heads=heads, cached=cached)
+    maps = []
+    for layer, seen in traced.layers.items():
+        chosen = range(seen.weights.shape[0]) if heads is None else heads
+        for head, weights in zip(chosen, seen.weights.tolist(), strict=True):
+            maps.append(AttentionMap(layer, head, weights))
+    return Attention(tuple(traced.tokens), tuple(traced.pieces), tuple(maps))
+
+
+def outline(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """One line ``key.inner  value`` per value; objects inside open up, what is null or empty stays away."""
+    lines = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            lines += outline(value, f"{prefix}{key}.")
+        elif value is not None and value != []:
+            shown = json.dumps(value, ensure_ascii=False)
+            lines.append(f"{prefix + key:<44} {shown if len(shown) <= 60 else shown[:57] + '...'}")
+    return lines
+
+
+def to_json(summary: Summary) -> Mapping[str, object]:
+    """What ``kvad inspect --json`` prints; ``tensors`` always, they are small."""
+    return {
+        "path": summary.path,
+        "config": summary.config.to_dict(),
+        "parameters": {"total": summary.num_parameters, **summary.parameters},
+        "tensors": [{**tensor._asdict(), "part": part_of(tensor.name)} for tensor in summary.tensors],
+        "problems": summary.problems,
+        "memory": memory_json(summary.plan),
+        "tokenizer": summary.tokenizer,
+        "training": summary.training,
+    }

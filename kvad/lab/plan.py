@@ -1,0 +1,163 @@
+"""What would it take, and what would fit?  Asks ``cache/planning.py``; no weight is loaded and no torch imported.
+
+A target is a checkpoint's folder, a config (JSON, or TOML with the model under ``[model]``), or a known shape's name.
+Exact numbers (weights, pool) and bounds (scratch, activations) stand apart, as they do in ``cache/planning.py``.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvad.cache.planning import GroupPlan, MemoryPlan, fits, plan_memory, step_bytes
+from kvad.cache.sizing import CacheConfig, Fit
+from kvad.cache.weights import num_parameters
+from kvad.config import ModelConfig
+from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.lab.headers import stored_dtype
+from kvad.lab.shapes import shape
+
+__all__ = ["Report", "Speed", "Target", "make_report", "memory_json", "plan_target", "read_target", "to_json"]
+
+
+BYTES = ("weights", "payload", "columns", "reserved", "pool", "scratch", "activations", "total")
+
+
+class Target(NamedTuple):
+    """What is planned: ``stored`` is the dtype of a checkpoint's weights, None where there are none."""
+
+    name: str
+    config: ModelConfig
+    stored: str | None = None
+
+
+class Speed(NamedTuple):
+    """Decoding ``rows`` rows at ``context`` tokens: bytes read per step, and tokens/s of all rows at most."""
+
+    rows: int
+    context: int
+    step_bytes: int
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """One answer of ``kvad plan``.  ``bandwidth`` in bytes per second; ``available`` None where nobody knows;
+    ``fits`` for ``fit`` bytes, where it was asked."""
+
+    name: str
+    plan: MemoryPlan
+    available: int | None
+    bandwidth: float
+    measured: bool
+    speeds: tuple[Speed, ...]
+    fit: int | None
+    fits: tuple[Fit, ...]
+
+
+def read_target(text: str) -> Target:
+    """Raises CheckpointError for a folder that is not a checkpoint, ConfigError for a config that cannot be, UsageError
+    with the nearest name for what is neither there nor known."""
+    path = Path(text)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(f"{path} is not a checkpoint: it has no config.json", "name a folder that kvad wrote")
+        return Target(text, ModelConfig.load(path / "config.json"), stored_dtype(path))
+    if path.suffix == ".toml" and path.is_file():
+        return Target(text, _read_toml(path))
+    if path.is_file() or path.suffix in (".json", ".toml"):
+        return Target(text, ModelConfig.load(path))
+    return Target(text.lower(), shape(text))
+
+
+def _read_toml(path: Path) -> ModelConfig:
+    try:
+        data = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    return ModelConfig.from_dict(data.get("model", data))
+
+
+def plan_target(
+    target: Target,
+    *,
+    context: int | None = None,
+    weights_dtype: str | None = None,
+    dtype: str | None = None,
+    budget: int,
+    **cache: Any,
+) -> MemoryPlan:
+    """``context`` defaults to the model's limit, the weights to what is stored (else float32), the cache to the
+    weights' dtype; ``cache`` are other fields of CacheConfig.
+
+    Raises UsageError for a context beyond the model's limit, ConfigError for anything else that cannot be.
+    """
+    limit = target.config.limit
+    if context is not None and context > limit:
+        raise UsageError(
+            f"a context of {context:,} tokens is beyond the limit of {target.name}, {limit:,} tokens",
+            f"ask for {limit:,} or less",
+        )
+    weights = weights_dtype or target.stored or "float32"
+    config = CacheConfig(capacity=limit if context is None else context, dtype=dtype or weights, **cache)
+    return plan_memory(target.config, config, weights_dtype=weights, budget=budget)
+
+
+def make_report(
+    name: str, plan: MemoryPlan, *, available: int | None, bandwidth: float, measured: bool, fit: int | None = None
+) -> Report:
+    """Speeds are for one row and for all rows, at the whole context."""
+    speeds = []
+    for rows in sorted({1, plan.cache.rows}):
+        read = step_bytes(plan, rows, plan.cache.capacity)
+        speeds.append(Speed(rows, plan.cache.capacity, read, rows * bandwidth / read))
+    table = () if fit is None else fits(plan, fit)
+    return Report(name, plan, available, bandwidth, measured, tuple(speeds), fit, table)
+
+
+def to_json(report: Report) -> Mapping[str, object]:
+    """What ``--json`` prints; bytes everywhere."""
+    return {
+        "name": report.name,
+        "parameters": num_parameters(report.plan.config),
+        **memory_json(report.plan),
+        "available": report.available,
+        "bandwidth": report.bandwidth,
+        "bandwidth_measured": report.measured,
+        "speeds": report.speeds,
+        "fit": None if report.fit is None else {"bytes": report.fit, "largest": report.fits},
+    }
+
+
+def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
+    """What was planned, its bytes, and each group's."""
+    return {
+        "weights_dtype": plan.weights_dtype,
+        "cache": {name: getattr(plan.cache, name) for name in ("layout", "dtype", "block_size", "rows", "chunk")},
+        "context": plan.cache.capacity,
+        "budget": plan.budget,
+        "bytes": {name: getattr(plan, name) for name in BYTES},
+        "groups": [_group_json(group) for group in plan.groups],
+    }
+
+
+def _group_json(plan: GroupPlan) -> Mapping[str, object]:
+    group, size = plan.group, plan.bytes
+    return {
+        "layers": group.layers,
+        "window": group.mixer.window,
+        "kv_heads": group.mixer.kv_heads,
+        "head_dim": group.mixer.head_dim,
+        "value_dim": group.mixer.value_dim,
+        "block_size": group.block_size,
+        "blocks": group.blocks,
+        "blocks_per_row": group.blocks_per_row,
+        "per_token": {"payload": size.per_token_payload, "columns": size.per_token_columns},
+        "per_row": {"payload": plan.row_payload, "columns": plan.row_columns},
+        "payload": plan.payload,
+        "columns": plan.columns,
+        "reserved": plan.reserved,
+    }

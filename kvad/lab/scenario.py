@@ -1,0 +1,197 @@
+"""Which rows ``kvad verify`` runs, and in what cache: ragged, chunked, mixed, preempted, forked, on a shared prefix.
+
+Row 0 is the longest, the last one (of three or more) a single token.  Row 1's prompt is forked into two samples that go
+different ways.  One more row follows row 0 and shares its prompt up to the last whole block: its prefill runs beside
+the others' decoding.  A pool of half of what the rows need, and a ledger that refuses now and then, preempt rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvad.cache.sizing import CacheConfig
+from kvad.config import ModelConfig, mixers
+from kvad.errors import ConfigError, EngineError, KvadError, UsageError
+from kvad.lab.replay import Happened, Stream
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.step import Lane, Step
+from kvad.text.tokenizer import Tokenizer
+
+__all__ = ["Options", "cache_config", "check_happened", "greedy", "make_streams", "prompts_of", "squeezes"]
+
+SQUEEZES = 2  # preemptions to force
+WIDEST = 512  # a longer window than this is not worth passing by default
+
+TEXT = """The cache remembers what the model has read: a new word costs one step, not the whole way again.
+def remember(key, value, memory):
+    for place, (old, _) in enumerate(memory):
+        if old == key:
+            memory[place] = (key, value)
+            return memory
+    return [*memory, (key, value)]
+
+A row is a stream of tokens; a block holds sixteen of them; a table says which blocks belong to which row. If two rows
+begin with the same words, they may share the blocks of those words, until one of them has something else to say.
+class Row:
+    def __init__(self, tokens, limit=1024):
+        self.tokens, self.limit = list(tokens), limit
+        assert len(self.tokens) <= self.limit, "a row that is too long"
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked.  ``rows``: prompts; ``tokens``: generated after each; ``chunk``: tokens of a prompt per step."""
+
+    layouts: tuple[str, ...] = ("paged", "contiguous")
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
+    rows: int = 5
+    chunk: int = 32
+    block_size: int = 16
+    tokens: int = 32
+    preempt: bool = True
+    prefix_hit: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "chunk", "block_size", "tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')}: must be at least 1, found {getattr(self, name)}")
+        if not self.layouts or not self.dtypes:
+            raise UsageError("nothing to verify", "name a layout and a dtype")
+
+
+def prompts_of(config: ModelConfig, options: Options, tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Ragged prompts of known text, or of random tokens where the tokenizer has no ids for it.
+
+    UsageError: the model's limit leaves no room for a prompt and ``options.tokens``.
+    """
+    room = config.limit - options.tokens
+    if room < 1:
+        raise UsageError(
+            f"--tokens {options.tokens} leaves no room for a prompt: the model's limit is {config.limit}",
+            f"give at most --tokens {config.limit - 1}",
+        )
+    windows = [spec.window for spec in mixers(config) if spec.window is not None and spec.window <= WIDEST]
+    wished = max(3 * options.chunk + 1, 3 * options.block_size + 1, *(w + options.chunk for w in windows), 2)
+    longest = min(wished, room)
+    lengths = [max(1, int(longest * 0.6**row)) for row in range(options.rows)]
+    if options.rows > 2:
+        lengths[-1] = 1
+    source = _known_text(tokenizer) if tokenizer is not None else None
+    if not source:
+        source = torch.randint(config.vocab, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
+    prompts = []
+    for row, length in enumerate(lengths):
+        start = row * 17 % len(source)
+        repeated = source[start:] + source * (1 + length // len(source))
+        prompts.append(repeated[:length])
+    return prompts
+
+
+def _known_text(tokenizer: Tokenizer) -> list[int] | None:
+    strict = copy.copy(tokenizer)
+    strict.on_unknown = "error"
+    try:
+        return strict.encode(TEXT)
+    except KvadError:
+        return None
+
+
+def make_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: Options) -> list[Stream]:
+    """The prompts with the judge's own continuations, the forked sample, and the row that shares a prefix.
+
+    UsageError: a prompt is empty or too long, or no prompt has a whole block to share.
+    """
+    limit = model.config.limit
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise UsageError(f"prompt {number} has no tokens", "give at least one")
+        if len(prompt) + options.tokens > limit:
+            raise UsageError(
+                f"prompt {number} has {len(prompt)} tokens, with --tokens {options.tokens} that is more than the "
+                f"model's limit of {limit}"
+            )
+    ordered = sorted((tuple(prompt) for prompt in prompts), key=len, reverse=True)
+    forced = greedy(model, ordered, options.tokens)
+    streams = [Stream(prompt, (after,)) for prompt, after in zip(ordered, forced, strict=True)]
+    twin = min(1, len(streams) - 1)
+    streams[twin] = streams[twin]._replace(forced=(forced[twin], forced[twin][::-1]))
+    if options.prefix_hit and "paged" in options.layouts:
+        first = streams[0]
+        shared = (len(first.prompt) - 1) // options.block_size * options.block_size
+        if not shared:
+            raise UsageError(
+                f"--prefix-hit: the longest prompt has {len(first.prompt)} tokens, "
+                f"no more than a block of {options.block_size}",
+                "give a longer --prompt, a smaller --block-size, or --no-prefix-hit",
+            )
+        rest = tuple((token + 1) % model.config.vocab for token in first.prompt[shared:])
+        streams.append(Stream(first.prompt[:shared] + rest, (forced[0],), follows=0))
+    return streams
+
+
+@torch.inference_mode()
+def greedy(model: Transformer, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:
+    """``count`` greedy tokens after each prompt, every one computed from the whole row, without a cache."""
+    rows = [list(prompt) for prompt in prompts]
+    memory = Fresh(model.config)
+    for _ in range(count):
+        lengths = torch.tensor([len(row) for row in rows])
+        step = Step(
+            tokens=torch.tensor([token for row in rows for token in row]),
+            positions=torch.cat([torch.arange(len(row)) for row in rows]),
+            lanes=tuple(Lane(1, len(row), len(row)) for row in rows),
+            wanted=lengths.cumsum(0) - 1,
+            limits=torch.cat([torch.full((len(r),), len(p) + count) for r, p in zip(rows, prompts, strict=True)]),
+        )
+        chosen = model.logits(model(step, memory), step.wanted).argmax(dim=-1).tolist()
+        for row, token in zip(rows, chosen, strict=True):
+            row.append(token)
+    return [tuple(row[len(prompt) :]) for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def cache_config(
+    config: ModelConfig, streams: Sequence[Stream], options: Options, layout: str, dtype: str
+) -> CacheConfig:
+    """A cache with a seat for every row; where preemptions are wanted, with half of the blocks that they need."""
+    size = options.block_size
+    needed = [-(-stream.limit // size) for stream in streams for _ in stream.forced]
+    full = any(spec.window is None for spec in mixers(config))
+    tight = layout == "paged" and options.preempt and full
+    if layout not in ("paged", "contiguous"):
+        raise ConfigError(f"--layout: {layout!r} is not one of paged, contiguous")
+    return CacheConfig(
+        layout="paged" if layout == "paged" else "contiguous",
+        dtype=dtype,
+        block_size=size,
+        rows=len(needed),
+        capacity=max(stream.limit for stream in streams),
+        chunk=options.chunk,
+        blocks=max(max(needed) + 1, sum(needed) // 2) if tight else None,
+        prefix=options.prefix_hit,
+    )
+
+
+def squeezes(options: Options) -> int:
+    return SQUEEZES if options.preempt else 0
+
+
+def check_happened(happened: Happened, streams: Sequence[Stream], options: Options, layout: str) -> None:
+    """EngineError: something that was asked for did not take place, so that nothing is known about it."""
+    longest = max(len(stream.prompt) for stream in streams)
+    expected = {
+        "preemption": (options.preempt, happened.preemptions),
+        "prefix hit": (options.prefix_hit and layout == "paged", happened.hit_tokens),
+        "chunked prompt": (options.chunk < longest, happened.chunks),
+    }
+    for what, (wanted, count) in expected.items():
+        if wanted and not count:
+            raise EngineError(
+                f"{layout}: the {what} asked for did not happen, so it was not verified",
+                "give more --rows, more --tokens or a smaller --block-size",
+            )

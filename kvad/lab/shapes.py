@@ -1,0 +1,163 @@
+"""Known models by name: their public ``config.json`` as kvad's composition, to be planned without a download.
+
+Each entry is a function without arguments, so that a config is built (and checked) only when it is asked for.  The
+numbers are those of the published checkpoints; a test holds the parameters of each against the published count.
+``gpt3-175b`` is Brown et al. 2020, table 2.1, with all layers dense (half of theirs are banded).  ``notes-example`` is
+what the notes size in 004, section 4.17: 24 layers, 32 heads of 64, width 2,048, 8,192 tokens; its MLP and vocabulary
+are ours, the notes name none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvad.config import (
+    Alibi,
+    Attention,
+    Gated,
+    Head,
+    Layer,
+    LearnedPositions,
+    Llama3Scaling,
+    ModelConfig,
+    Norm,
+    Plain,
+    Rope,
+    Stack,
+)
+from kvad.errors import UsageError, nearest
+
+__all__ = ["SHAPES", "shape"]
+
+LAYER_NORM = Norm("layer", 1e-5, bias=True)
+
+
+def shape(name: str) -> ModelConfig:
+    """The config of a known model; UsageError with the nearest name for an unknown one."""
+    if name.lower() not in SHAPES:
+        raise UsageError(f"no file, folder or known shape is called {name!r}", nearest(name.lower(), SHAPES))
+    return SHAPES[name.lower()]()
+
+
+# ---------------------------------------------------------------- families
+
+
+def _gpt2(layers: int, heads: int, width: int, *, limit: int = 1024) -> ModelConfig:
+    attention = Attention(heads, position=None, bias=True, out_bias=True)
+    layer = Layer(attention, Plain(4 * width, "gelu_tanh", bias=True), LAYER_NORM)
+    return ModelConfig(width, 50257, limit, Stack(layers, {"L": layer}), LearnedPositions(limit))
+
+
+def _llama(
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    hidden: int,
+    vocab: int,
+    limit: int,
+    *,
+    rope: Rope | None = None,
+    tie: bool = False,
+    eps: float = 1e-5,
+    **attention: Any,
+) -> ModelConfig:
+    """RMSNorm, RoPE, SwiGLU, no biases: Llama, and most that came after."""
+    mixer = Attention(heads, kv_heads, position=rope or Rope(), **attention)
+    stack = Stack(layers, {"L": Layer(mixer, Gated(hidden), Norm("rms", eps))})
+    return ModelConfig(width, vocab, limit, stack, tie=tie)
+
+
+def _llama31(factor: float) -> Rope:
+    return Rope(500000.0, scaling=Llama3Scaling(factor, 8192))
+
+
+def _qwen25(
+    layers: int, heads: int, kv_heads: int, width: int, hidden: int, vocab: int, limit: int, *, tie: bool
+) -> ModelConfig:
+    """Biases on q, k and v."""
+    return _llama(layers, heads, kv_heads, width, hidden, vocab, limit, rope=Rope(1e6), tie=tie, eps=1e-6, bias=True)
+
+
+def _qwen3(layers: int, heads: int, width: int, hidden: int, *, tie: bool) -> ModelConfig:
+    """Eight key-value heads of 128, q and k normalised per head."""
+    return _llama(
+        layers,
+        heads,
+        8,
+        width,
+        hidden,
+        151936,
+        40960,
+        rope=Rope(1e6),
+        tie=tie,
+        eps=1e-6,
+        head_dim=128,
+        qk_norm="head",
+    )
+
+
+def _gemma2(layers: int, heads: int, kv_heads: int, width: int, hidden: int) -> ModelConfig:
+    """Every second layer sees 4,096 tokens, the first of them included; norms before and after, soft-capped logits."""
+
+    def layer(window: int | None) -> Layer:
+        mixer = Attention(heads, kv_heads, head_dim=256, window=window, softcap=50.0)
+        return Layer(mixer, Gated(hidden, "gelu_tanh"), Norm("rms", 1e-6, unit_offset=True))
+
+    stack = Stack(layers, {"L": layer(4096), "G": layer(None)}, "LG", "sandwich")
+    return ModelConfig(width, 256000, 8192, stack, embedding_scale=math.sqrt(width), head=Head(softcap=30.0))
+
+
+def _falcon7b() -> ModelConfig:
+    layer = Layer(Attention(71, 1), Plain(4 * 4544, "gelu"), LAYER_NORM)
+    return ModelConfig(4544, 65024, 2048, Stack(32, {"L": layer}, norm_place="parallel"))
+
+
+def _bloom560m() -> ModelConfig:
+    attention = Attention(16, position=Alibi(), bias=True, out_bias=True)
+    layer = Layer(attention, Plain(4096, "gelu_tanh", bias=True), LAYER_NORM)
+    return ModelConfig(1024, 250880, 2048, Stack(24, {"L": layer}), embedding_norm=LAYER_NORM)
+
+
+def _opt125m() -> ModelConfig:
+    attention = Attention(12, position=None, bias=True, out_bias=True)
+    layer = Layer(attention, Plain(3072, "relu", bias=True), LAYER_NORM)
+    return ModelConfig(768, 50272, 2048, Stack(12, {"L": layer}), LearnedPositions(2050, offset=2))
+
+
+def _notes_example() -> ModelConfig:
+    layer = Layer(Attention(32), Plain(8192), LAYER_NORM)
+    return ModelConfig(2048, 32000, 8192, Stack(24, {"L": layer}))
+
+
+SHAPES: Mapping[str, Callable[[], ModelConfig]] = {
+    "gpt2": lambda: _gpt2(12, 12, 768),
+    "gpt2-medium": lambda: _gpt2(24, 16, 1024),
+    "gpt2-large": lambda: _gpt2(36, 20, 1280),
+    "gpt2-xl": lambda: _gpt2(48, 25, 1600),
+    "gpt3-175b": lambda: _gpt2(96, 96, 12288, limit=2048),
+    "opt-125m": _opt125m,
+    "bloom-560m": _bloom560m,
+    "falcon-7b": _falcon7b,
+    "llama-2-7b": lambda: _llama(32, 32, 32, 4096, 11008, 32000, 4096),
+    "llama-2-13b": lambda: _llama(40, 40, 40, 5120, 13824, 32000, 4096),
+    "llama-2-70b": lambda: _llama(80, 64, 8, 8192, 28672, 32000, 4096),
+    "llama-3-8b": lambda: _llama(32, 32, 8, 4096, 14336, 128256, 8192, rope=Rope(500000.0)),
+    "llama-3-70b": lambda: _llama(80, 64, 8, 8192, 28672, 128256, 8192, rope=Rope(500000.0)),
+    "llama-3.1-8b": lambda: _llama(32, 32, 8, 4096, 14336, 128256, 131072, rope=_llama31(8.0)),
+    "llama-3.1-70b": lambda: _llama(80, 64, 8, 8192, 28672, 128256, 131072, rope=_llama31(8.0)),
+    "llama-3.2-1b": lambda: _llama(16, 32, 8, 2048, 8192, 128256, 131072, rope=_llama31(32.0), tie=True),
+    "llama-3.2-3b": lambda: _llama(28, 24, 8, 3072, 8192, 128256, 131072, rope=_llama31(32.0), tie=True),
+    "mistral-7b": lambda: _llama(32, 32, 8, 4096, 14336, 32000, 32768, window=4096),
+    "qwen2.5-0.5b": lambda: _qwen25(24, 14, 2, 896, 4864, 151936, 32768, tie=True),
+    "qwen2.5-7b": lambda: _qwen25(28, 28, 4, 3584, 18944, 152064, 131072, tie=False),
+    "qwen3-0.6b": lambda: _qwen3(28, 16, 1024, 3072, tie=True),
+    "qwen3-8b": lambda: _qwen3(36, 32, 4096, 12288, tie=False),
+    "gemma-2-2b": lambda: _gemma2(26, 8, 4, 2304, 9216),
+    "gemma-2-9b": lambda: _gemma2(42, 16, 8, 3584, 14336),
+    "smollm-135m": lambda: _llama(30, 9, 3, 576, 1536, 49152, 2048, tie=True),
+    "tinyllama-1.1b": lambda: _llama(22, 32, 4, 2048, 5632, 32000, 2048),
+    "notes-example": _notes_example,
+}

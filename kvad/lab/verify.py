@@ -1,0 +1,229 @@
+"""Every memory against the judge: is what comes out of the cache what the model would have said without it?
+
+The judge is the same model with :class:`kvad.model.fresh.Fresh`, each row computed whole.  Every memory runs the same
+rows through the real path (:mod:`kvad.lab.replay`), in the scenario of :mod:`kvad.lab.scenario`, and the logits of
+every position that was computed, recomputed ones included, are laid beside the judge's.  The rules of the verdicts are
+those of :mod:`kvad.lab.findings`; a broken memory is diagnosed by :mod:`kvad.lab.diagnose`.
+
+Weights are taken as stored and computed with in float32 and float64; a half precision is a way to *store* keys and
+values here, as it is on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvad.config import mixers
+from kvad.errors import EngineError
+from kvad.lab.diagnose import diagnose
+from kvad.lab.faults import check_fault, hurt_memory, hurt_model
+from kvad.lab.findings import EXACT, Divergence, Finding, MemoryReport, Report, Verdict
+from kvad.lab.replay import Key, Replayed, replay, uncached
+from kvad.lab.scenario import Options, cache_config, check_happened, make_streams, squeezes
+from kvad.model.transformer import Transformer
+
+__all__ = ["Comparison", "Options", "compare", "tolerance", "verify"]
+
+COMPUTE_EPS = 256
+STORED_EPS = 8
+HALVES = ("bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A memory's logits beside the judge's, over every position that was computed."""
+
+    max_dlogit: float
+    kl_mean: float
+    kl_max: float
+    compared: int
+    divergences: tuple[Divergence, ...]
+
+
+def compare(replayed: Replayed, judge: dict[Key, Tensor], tie_below: float) -> Comparison:
+    """``judge`` [T, V] per row; NaN on either side counts as an infinite difference."""
+    worst, kl, divergences = 0.0, [], []
+    for key, pieces in replayed.pieces.items():
+        for start, have in pieces:
+            true = judge[key][start : start + len(have)].double()
+            have = have.double()
+            worst = max(worst, float((have - true).abs().nan_to_num(nan=torch.inf).max()))
+            kl.append(_kl(true, have))
+            divergences += _divergences(key, start, true, have, tie_below)
+    divergence = torch.cat(kl)
+    ordered = tuple(sorted(divergences, key=lambda d: (d.tie, d.position, d.row, d.sample)))
+    return Comparison(worst, float(divergence.mean()), float(divergence.max()), len(divergence), ordered)
+
+
+def _kl(true: Tensor, have: Tensor) -> Tensor:
+    """KL(judge || memory) in nats, [n, V] [n, V] -> [n]."""
+    p, q = true.log_softmax(-1), have.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
+
+
+def _divergences(key: Key, start: int, true: Tensor, have: Tensor, tie_below: float) -> list[Divergence]:
+    best, chosen = true.argmax(-1), have.argmax(-1)
+    found = []
+    for at in (best != chosen).nonzero().squeeze(-1).tolist():
+        top = true[at].topk(min(2, true.shape[-1])).values
+        gap = float(top[0] - top[-1])
+        found.append(Divergence(*key, start + at, int(best[at]), int(chosen[at]), gap, gap < tie_below))
+    return found
+
+
+def tolerance(dtype: str, scale: float) -> float:
+    """``(256 eps(compute) + 8 eps(stored, where coarser)) * scale``; scale = the judge's largest |logit|."""
+    compute = torch.float64 if dtype == "float64" else torch.float32
+    stored: torch.dtype = getattr(torch, dtype)
+    coarser = torch.finfo(stored).eps if dtype in HALVES else 0.0
+    return (COMPUTE_EPS * torch.finfo(compute).eps + STORED_EPS * coarser) * scale
+
+
+def verify(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    options: Options | None = None,
+    *,
+    fault: str | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Hold every layout x dtype of ``options`` against the judge.
+
+    ``fault``: put a broken memory in place of the real one.  UsageError: prompts or a fault that cannot be;
+    EngineError: a scenario that was asked for did not take place, or an injected fault that went unnoticed.
+    """
+    began = time.perf_counter()
+    options = options or Options()
+    run = _Run(model, prompts, options, fault, progress)
+    memories = tuple(run.memory(layout, dtype) for layout in options.layouts for dtype in options.dtypes)
+    report = Report(
+        rows=tuple(len(s.tokens(i)) for s in run.streams for i in range(len(s.forced))),
+        positions=sum(len(t) for t in run.judge64.values()),
+        logit_scale=run.scale,
+        injected=fault,
+        memories=memories,
+        notes=tuple(run.notes()),
+        seconds=time.perf_counter() - began,
+    )
+    if fault is not None and not report.broken:
+        raise EngineError(f"the injected fault {fault!r} changed nothing here", "give longer prompts or more --tokens")
+    return report
+
+
+class _Run:
+    """The judge's answers, and one replay per memory."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompts: Sequence[Sequence[int]],
+        options: Options,
+        fault: str | None,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.options, self.fault, self.progress = options, fault, progress
+        self.config = model.config
+        self.single = model if model.embed.tokens.weight.dtype == torch.float32 else copy.deepcopy(model).float()
+        self.double = copy.deepcopy(model).double()
+        progress("the judge")
+        self.streams = make_streams(self.single, prompts, options)
+        if fault is not None:
+            for layout in options.layouts:
+                check_fault(fault, self.config, cache_config(self.config, self.streams, options, layout, "float64"))
+        self.judge32, self.judge64 = self._judge(self.single), self._judge(self.double)
+        self.scale = max(float(logits.abs().max()) for logits in self.judge64.values())
+        self._twins: dict[str, tuple[Replayed, Comparison]] = {}
+        self._findings: dict[str, Finding | None] = {}
+
+    def _judge(self, model: Transformer) -> dict[Key, Tensor]:
+        return {
+            (number, sample): uncached(model, stream.tokens(sample), stream.limit)
+            for number, stream in enumerate(self.streams)
+            for sample in range(len(stream.forced))
+        }
+
+    def memory(self, layout: str, dtype: str) -> MemoryReport:
+        began = time.perf_counter()
+        twin, structure = self._twin(layout)
+        bound = tolerance(dtype, self.scale)
+        replayed, found = (twin, structure) if dtype == "float64" else self._replay(layout, dtype)
+        verdict, finding = self._verdict(layout, dtype, structure.max_dlogit, found, bound)
+        flips = found.divergences
+        return MemoryReport(
+            layout=layout,
+            dtype=dtype,
+            max_dlogit=found.max_dlogit,
+            tolerance=bound,
+            structure=structure.max_dlogit,
+            kl_mean=found.kl_mean,
+            kl_max=found.kl_max,
+            agree=found.compared - len(flips),
+            compared=found.compared,
+            ties=sum(flip.tie for flip in flips),
+            first_divergence=flips[0] if flips else None,
+            verdict=verdict,
+            seconds=time.perf_counter() - began,
+            happened=dataclasses.asdict(replayed.happened),
+            finding=finding,
+        )
+
+    def _twin(self, layout: str) -> tuple[Replayed, Comparison]:
+        """The same memory in float64, which judges the structure."""
+        if layout not in self._twins:
+            self._twins[layout] = self._replay(layout, "float64")
+        return self._twins[layout]
+
+    def _replay(self, layout: str, dtype: str) -> tuple[Replayed, Comparison]:
+        self.progress(f"{layout} {dtype}")
+        model, judge = (self.double, self.judge64) if dtype == "float64" else (self.single, self.judge32)
+        config = cache_config(self.config, self.streams, self.options, layout, dtype)
+        with hurt_model(self.fault, model):
+            make = partial(hurt_memory, self.fault)
+            replayed = replay(model, config, self.streams, squeezes=squeezes(self.options), make=make)
+        check_happened(replayed.happened, self.streams, self.options, layout)
+        return replayed, compare(replayed, judge, 2 * tolerance(dtype, self.scale))
+
+    def _verdict(
+        self, layout: str, dtype: str, structure: float, found: Comparison, bound: float
+    ) -> tuple[Verdict, Finding | None]:
+        if not structure <= EXACT:
+            return "BROKEN", self._diagnose(layout, "float64")
+        within = found.max_dlogit <= bound and all(flip.tie for flip in found.divergences)
+        if dtype in HALVES:
+            if within:
+                return "within tolerance", None
+            finding = self._diagnose(layout, dtype)
+            return ("BROKEN", finding) if finding is not None else ("lossy by design", None)
+        return ("exact", None) if within else ("BROKEN", self._diagnose(layout, dtype))
+
+    def _diagnose(self, layout: str, dtype: str) -> Finding | None:
+        name = f"{layout} {dtype}"
+        if name not in self._findings:
+            self.progress(f"{name}: looking for the first difference")
+            model = self.double if dtype == "float64" else self.single
+            config = cache_config(self.config, self.streams, self.options, layout, dtype)
+            build = partial(hurt_memory, self.fault)
+            half = dtype in HALVES
+            with hurt_model(self.fault, model):
+                self._findings[name] = diagnose(
+                    model, config, self.streams, build, squeezes=squeezes(self.options), only_first_layer=half
+                )
+        return self._findings[name]
+
+    def notes(self) -> list[str]:
+        """What a reader should know about what was not, or could not be, tested."""
+        notes = []
+        longest = max(stream.limit for stream in self.streams)
+        for window in sorted({spec.window for spec in mixers(self.config) if spec.window is not None}):
+            if longest <= window:
+                notes.append(f"no row of up to {longest} tokens passes the window of {window}: give a longer --prompt")
+        if self.options.prefix_hit and "contiguous" in self.options.layouts:
+            notes.append("contiguous: a row is one block, so there are no prefix hits to verify")
+        return notes

@@ -1,0 +1,216 @@
+"""What a training run is, as frozen dataclasses: a TOML file in ``runs/``, and what ``--resume`` holds a run against.
+
+A run file has four tables::
+
+    [model]       a whole ModelConfig, or preset = "small" and what differs from it; vocab and limit may be left out
+    [data]        context, suffixes, errors, validation, order           DataConfig
+    [tokenizer]   kind, path, vocab_size, ...                            TokenizerConfig
+    [train]       steps, minutes, batch, lr, ...                         TrainConfig
+
+Unknown tables and keys are refused with the nearest known name.  Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from kvad.config import ModelConfig, from_dict, override, to_dict
+from kvad.errors import ConfigError, nearest
+from kvad.train.presets import PRESETS
+
+__all__ = ["DataConfig", "RunConfig", "TokenizerConfig", "TrainConfig", "differences", "parse_assignments"]
+
+FREE = ("train.log_every", "train.eval_every", "train.save_every", "train.keep")  # may change on resume: no number does
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``context``: tokens of a training row.  ``suffixes``: which files of a folder (none: all that are text).
+
+    ``errors``: what to do with bytes that are not UTF-8.  ``validation``: share of the tokens held out.  ``order``:
+    ``epochs`` cuts the corpus into rows, each seen once per epoch, at a new offset every epoch; ``windows`` draws the
+    start of every row at random (nanoGPT's way).
+    """
+
+    context: int = 256
+    suffixes: tuple[str, ...] = ()
+    errors: Literal["strict", "replace"] = "strict"
+    validation: float = 0.1
+    order: Literal["epochs", "windows"] = "epochs"
+
+    def __post_init__(self) -> None:
+        _check(self.context >= 1, "data.context", self.context, "at least 1")
+        _check(0 < self.validation < 1, "data.validation", self.validation, "between 0 and 1")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """``path``: a tokenizer to load; otherwise one of ``kind`` is trained on the corpus (see kvad.text.tokenizer)."""
+
+    kind: Literal["bpe", "byte", "char", "word"] = "bpe"
+    path: str | None = None
+    vocab_size: int = 4096
+    min_freq: int = 1
+    lower: bool = False
+    specials: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A run ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first; one must be given.
+
+    A step is ``accumulate`` micro-batches of ``batch`` rows.  The learning rate rises over ``warmup`` steps (None: a
+    tenth of the run, 100 steps at most) to ``lr`` and falls along a cosine to ``min_lr``; with ``minutes`` the cosine
+    follows the elapsed share of the time.  ``weight_decay`` applies to matrices and embeddings (``optim.py``).
+    ``precision``: ``auto`` is bf16 autocast where the machine multiplies bf16 natively, else fp32.
+    ``eval_tokens``: how much of the validation split an evaluation reads, evenly spread (0 = all of it).
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+    batch: int = 16
+    accumulate: int = 1
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup: int | None = None
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    seed: int = 0
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    device: str = "cpu"
+    eval_every: int = 250
+    eval_tokens: int = 65536
+    save_every: int = 500
+    log_every: int = 10
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "accumulate", "eval_every", "save_every", "log_every", "keep"):
+            _check(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+        for name in ("steps", "minutes", "lr", "eps", "clip"):
+            value = getattr(self, name)
+            _check(value is None or value > 0, f"train.{name}", value, "above 0")
+        for name in ("min_lr", "weight_decay", "eval_tokens", "seed"):
+            _check(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+        for name in ("beta1", "beta2"):
+            _check(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
+        _check(self.warmup is None or self.warmup >= 0, "train.warmup", self.warmup, "0 or more")
+        _check(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most lr {self.lr}")
+        _check_precision(self.precision, self.device)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run.  ``model`` is the table as it was written; ``resolve`` makes a ModelConfig of it."""
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> RunConfig:
+        """Raises ConfigError naming the table and the key."""
+        tables = {"data": DataConfig, "tokenizer": TokenizerConfig, "train": TrainConfig}
+        for name, table in content.items():
+            if name not in (*tables, "model"):
+                raise ConfigError(f"unknown table [{name}]", nearest(name, [*tables, "model"]))
+            if not isinstance(table, Mapping):
+                raise ConfigError(f"{name}: expected a table, found {table!r}")
+        read = {name: from_dict(cls, content.get(name, {}), name) for name, cls in tables.items()}
+        return RunConfig(model=dict(content.get("model", {})), **read)  # type: ignore[arg-type]
+
+    @staticmethod
+    def load(path: Path) -> RunConfig:
+        """From a TOML file.  Raises ConfigError naming the file."""
+        return RunConfig.from_dict(read_toml(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        content: dict[str, Any] = to_dict(self)
+        return content
+
+    def resolve(self, vocab: int) -> ModelConfig:
+        """The model's config, given the tokenizer's size: the preset, what differs from it, vocab and limit."""
+        table = dict(self.model)
+        name = table.pop("preset", None if "decoder" in table else "small")
+        dotted = table.pop("set", {})
+        if name is not None and name not in PRESETS:
+            raise ConfigError(f"model.preset: {name!r} is not known", nearest(str(name), PRESETS))
+        base = {} if name is None else to_dict(PRESETS[name](vocab, self.data.context))
+        merged = override(_merge(base, table), dotted)
+        for key, value in {"vocab": vocab, "limit": self.data.context}.items():
+            if merged.setdefault(key, value) < value:
+                least = "the tokenizer's vocabulary" if key == "vocab" else "data.context"
+                raise ConfigError(f"model.{key}: {merged[key]} is below {value}, {least}")
+        return ModelConfig.from_dict(merged)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"no such file: {path}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def parse_assignments(pairs: Mapping[str, str]) -> dict[str, Any]:
+    """``{"decoder.layers": "4"}`` -> ``{"decoder.layers": 4}``: values are JSON where they can be, else text."""
+    values = {}
+    for key, text in pairs.items():
+        try:
+            values[key] = json.loads(text)
+        except ValueError:
+            values[key] = text
+    return values
+
+
+def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> list[str]:
+    """Dotted keys whose values differ, as ``"train.lr: 0.001 there, 0.01 here"``; FREE ones never do."""
+    found: list[str] = []
+    for key in sorted({*stored, *wanted}):
+        dotted = f"{where}{key}"
+        there, here = stored.get(key), wanted.get(key)
+        if isinstance(there, Mapping) and isinstance(here, Mapping):
+            found += differences(there, here, f"{dotted}.")
+        elif there != here and dotted not in FREE:
+            found.append(f"{dotted}: {there!r} there, {here!r} here")
+    return found
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested tables merge; everything else of ``over`` replaces.  A table of another ``kind`` replaces whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        same = (
+            isinstance(below, Mapping) and isinstance(value, Mapping) and value.get("kind") in (None, below.get("kind"))
+        )
+        merged[key] = _merge(below, value) if same else value  # type: ignore[arg-type]
+    return merged
+
+
+def _check(holds: bool, where: str, value: object, must: str) -> None:
+    if not holds:
+        raise ConfigError(f"{where}: must be {must}, found {value}")
+
+
+def _check_precision(precision: str, device: str) -> None:
+    if precision != "fp16":
+        return
+    if device.startswith("cpu"):
+        raise ConfigError(
+            "train.precision: fp16 compute on a CPU is refused: its matrix products stall there for minutes",
+            "use bf16 or fp32",
+        )
+    raise ConfigError("train.precision: fp16 needs loss scaling, which kvad does not do", "use bf16 or fp32")

@@ -1,0 +1,15 @@
+"""Fixtures of the workbench's tests: every tiny config, and a checkpoint with two kinds of layers."""
+
+import pytest
+
+from lab.models import CONFIGS, write_checkpoint
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    return CONFIGS[request.param]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return write_checkpoint(tmp_path / "run", CONFIGS["pattern"])

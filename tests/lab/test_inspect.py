@@ -1,0 +1,242 @@
+"""kvad inspect: what a checkpoint holds, read from headers; and the drawings of --attention."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kvad.cache.weights import weight_shapes
+from kvad.cli.main import main
+from kvad.errors import CheckpointError
+from kvad.lab import inspect as lab
+from kvad.lab.draw import AttentionMap
+from kvad.lab.headers import read_headers, stored_dtype
+from kvad.lab.inspect import Attention, outline, summarise
+from lab.models import CONFIGS, write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+CONFIG = CONFIGS["pattern"]
+
+
+def run(capsys, *arguments):
+    code = main(["inspect", *map(str, arguments)])
+    seen = capsys.readouterr()
+    return code, seen.out, seen.err
+
+
+def test_a_summary(checkpoint):
+    found = summarise(checkpoint)
+    assert {tensor.name: tensor.shape for tensor in found.tensors} == weight_shapes(CONFIG)
+    assert found.config == CONFIG and found.problems == () and found.training is None
+    assert found.plan.weights == sum(tensor.bytes for tensor in found.tensors) == 4 * found.num_parameters
+    assert found.tokenizer.kind == "char" and "<|endofdoc|>" in found.tokenizer.specials
+
+
+def test_the_page(checkpoint, capsys):
+    code, out, err = run(capsys, checkpoint)
+    assert (code, err) == (0, "")
+    found = summarise(checkpoint)
+    assert f"{found.num_parameters:,} parameters in {len(found.tensors)} tensors, float32" in out
+    assert "decoder.pattern" in out and '"LLG"' in out and "tokenizer: char" in out and "group 1:" in out
+    for part, count in found.parameters.items():
+        assert not count or f"{part:<12}{count:>16,}" in out
+    assert "decoder.layers.0.mixer.q.weight" not in out
+
+
+def test_tensors_are_listed(checkpoint, capsys):
+    code, out, _ = run(capsys, checkpoint, "--tensors")
+    assert code == 0
+    for name, shape in weight_shapes(CONFIG).items():
+        line = next(line for line in out.splitlines() if line.strip().startswith(f"{name} "))
+        assert "float32" in line and str(shape) in line
+
+
+def test_json(checkpoint, capsys):
+    code, out, _ = run(capsys, checkpoint, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["config"] == CONFIG.to_dict() and found["problems"] == []
+    assert found["memory"]["bytes"]["weights"] == sum(tensor["bytes"] for tensor in found["tensors"])
+    assert {tensor["part"] for tensor in found["tensors"]} == {"embedding", "attention", "mlp", "norms"}
+
+
+def test_a_bare_checkpoint_and_one_in_training(tmp_path, capsys):
+    bare = write_checkpoint(tmp_path / "bare", CONFIG, dtype=torch.bfloat16, tokenizer=False)
+    assert stored_dtype(bare) == "bfloat16" and summarise(bare).tokenizer is None
+    busy = write_checkpoint(tmp_path / "busy", CONFIG, format=1)
+    (busy / "training.json").write_text('{"step": 200, "loss": {"validation": 2.5}}')
+    save_file({"w.m": torch.zeros(3), "w.v": torch.zeros(3)}, busy / "optimizer.safetensors")
+    training = summarise(busy).training
+    assert training["format"] == 1 and training["training"]["step"] == 200
+    assert training["optimizer"]["tensors"] == 2
+    _, out, _ = run(capsys, busy)
+    assert "training.loss.validation" in out and "2.5" in out
+    _, out, _ = run(capsys, bare)
+    assert "tokenizer: none" in out and "training: the checkpoint says nothing of it" in out
+
+
+def test_weights_in_parts(tmp_path):
+    folder = write_checkpoint(tmp_path / "run", CONFIG)
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(weights)
+    for number, part in enumerate((names[:5], names[5:]), start=1):
+        save_file({name: weights[name] for name in part}, folder / f"model-0000{number}-of-00002.safetensors")
+    assert summarise(folder).problems == ()
+
+
+def test_problems_are_named_and_the_code_is_1(tmp_path, capsys):
+    gone, other = "decoder.layers.1.mlp.up.weight", "decoder.layers.0.mixer.k.weight"
+    change = {other: torch.zeros(3, 24), "extra": torch.zeros(2)}
+    folder = write_checkpoint(tmp_path / "run", CONFIG, drop=(gone,), change=change)
+    code, out, _ = run(capsys, folder)
+    assert code == 1
+    assert f"problem: {gone} [40, 24] is missing" in out
+    assert f"problem: {other} is [3, 24], the config says [12, 24]" in out
+    assert "problem: extra [2] is not part of this model" in out
+
+
+def test_no_torch_is_loaded(checkpoint):
+    program = (
+        "import sys\nfrom kvad.cli.main import main\n"
+        f"code = main(['inspect', {str(checkpoint)!r}, '--tensors'])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0 and "parameters" in ran.stdout, ran.stderr
+
+
+def test_outline_opens_objects():
+    values = {"a": {"b": 1, "c": None, "d": {"e": "x"}}, "f": [], "g": [1, 2], "h": "y" * 100}
+    assert [line.split()[0] for line in outline(values)] == ["a.b", "a.d.e", "g", "h"]
+    assert outline(values)[-1].endswith("...")
+
+
+# ---------------------------------------------------------------- headers that do not add up
+
+
+def write_header(path, header, data=b""):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+    return path
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "says"),
+    [
+        (b"{", b"", "not JSON"),
+        (b"[]", b"", "not a JSON object"),
+        ({"w": ENTRY}, b"1234", "cut off: 'w' ends at byte 8 of 4"),
+        ({"w": {**ENTRY, "shape": [3]}}, b"12345678", "has 8 bytes, not 12"),
+        ({"w": {**ENTRY, "data_offsets": [-8, 0]}}, b"12345678", "'w' starts at byte -8"),
+        ({"w": {"dtype": "F32"}}, b"", "entry of 'w' is broken"),
+        ({"w": 3}, b"", "entry of 'w' is broken"),
+        ({"w": {**ENTRY, "data_offsets": ["a", "b"]}}, b"", "entry of 'w' is broken"),
+    ],
+)
+def test_a_broken_header(tmp_path, header, data, says):
+    with pytest.raises(CheckpointError) as caught:
+        read_headers([write_header(tmp_path / "model.safetensors", header, data)])
+    assert says in caught.value.message and "model.safetensors" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"1234", (1 << 60).to_bytes(8, "little"), (100).to_bytes(8, "little") + b"{}"]
+)
+def test_a_file_that_is_no_safetensors(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        read_headers([tmp_path / "model.safetensors"])
+
+
+def test_a_whole_header(tmp_path):
+    header = {"__metadata__": {"a": "b"}, "v": {"dtype": "I64", "shape": [], "data_offsets": [8, 16]}, "w": ENTRY}
+    found = read_headers([write_header(tmp_path / "model.safetensors", header, bytes(16))])
+    assert [(t.name, t.dtype, t.shape, t.bytes) for t in found] == [("w", "float32", (2,), 8), ("v", "int64", (), 8)]
+
+
+# ---------------------------------------------------------------- drawings
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """A model that answers with the layers and heads it was asked for; the list of its calls."""
+    calls = []
+
+    def answer(folder, text, *, layers, heads, cached):
+        calls.append((text, layers, heads, cached))
+        weights = ((1.0, 0.0), (0.25, 0.75))
+        maps = tuple(AttentionMap(i, j, weights) for i in layers or range(3) for j in heads or range(2))
+        return Attention((7, 8), ("de", "f"), maps)
+
+    monkeypatch.setattr(lab, "attention_maps", answer)
+    return calls
+
+
+def test_a_drawing_in_the_terminal(seen, capsys):
+    code, out, err = run(capsys, "m", "--attention", "def")
+    assert (code, err) == (0, "") and seen == [("def", [0], [0], False)]
+    assert out.startswith("layer 0, head 0") and "1 f              ▒▒▓▓" in out and out.count("layer") == 1
+
+
+def test_any_layer_and_head(seen, capsys):
+    code, out, _ = run(capsys, "m", "--attention", "def", "--layer", "2", "--layer", "1", "--head", "all", "--cached")
+    assert code == 0 and seen == [("def", [2, 1], None, True)]
+    assert [line for line in out.splitlines() if line.startswith("layer")][-1].startswith("layer 1, head 1")
+
+
+def test_a_drawing_as_json(seen, capsys):
+    _, first, _ = run(capsys, "m", "--attention", "def", "--format", "json")
+    _, second, _ = run(capsys, "m", "--attention", "def", "--json")
+    assert json.loads(first) == json.loads(second)
+    assert json.loads(first)["attention"][0]["weights"] == [[1.0, 0.0], [0.25, 0.75]]
+
+
+def test_a_drawing_in_a_file(seen, capsys, tmp_path):
+    code, out, _ = run(
+        capsys, "m", "--attention", "def", "--layer", "all", "--format", "svg", "--out", tmp_path / "a.svg"
+    )
+    assert (code, out) == (0, "") and (tmp_path / "a.svg").read_text().startswith("<svg")
+    run(capsys, "m", "--attention", "def", "--out", tmp_path / "a.txt")
+    assert (tmp_path / "a.txt").read_text().startswith("layer 0, head 0")
+    code, _, err = run(capsys, "m", "--attention", "def", "--out", tmp_path / "none" / "a.txt")
+    assert code == 2 and "no such file or folder" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--layer", "1"], "--layer belongs to a drawing"),
+        (["--format", "svg"], "--format belongs to a drawing"),
+        (["--out", "x"], "--out belongs to a drawing"),
+        (["--attention", "def", "--layer", "two"], "--layer two: not a number"),
+        (["--attention", "def", "--head", "-1"], "--head -1: not a number"),
+        (["--attention", "def", "--tensors"], "two questions"),
+        (["--attention", "def", "--json", "--format", "svg"], "both given"),
+        (["--attention", "def", "--format", "png"], "'png'"),
+    ],
+)
+def test_options_that_cannot_be(checkpoint, capsys, arguments, says):
+    code, out, err = run(capsys, checkpoint, *arguments)
+    assert (code, out) == (2, "") and says in err
+
+
+def test_not_a_checkpoint(tmp_path, capsys):
+    code, _, err = run(capsys, tmp_path / "none")
+    assert code == 2 and "there is no folder" in err
+    code, _, err = run(capsys, tmp_path)
+    assert code == 2 and "has no config.json" in err
+    (tmp_path / "config.json").write_text(json.dumps({"model": CONFIG.to_dict()}))
+    code, _, err = run(capsys, tmp_path)
+    assert code == 2 and "has no model.safetensors" in err
+    (tmp_path / "config.json").write_text('{"model": {"widht": 3}}')
+    code, _, err = run(capsys, tmp_path)
+    assert code == 2 and "unknown key widht" in err and "'width'" in err

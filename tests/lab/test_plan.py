@@ -1,0 +1,459 @@
+"""kvad plan: what it predicts is allocated, to the byte; what it bounds is bounded; what cannot be is refused."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import weakref
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvad.cache import planning
+from kvad.cache.available import available_bytes
+from kvad.cache.memory import Memory
+from kvad.cache.planning import fits, plan_memory, require, step_bytes
+from kvad.cache.sizing import DTYPE_BYTES, CacheConfig
+from kvad.cache.weights import PARTS, lookup_bytes, num_parameters, part_of, parts, weight_bytes, weight_shapes
+from kvad.cli.main import main
+from kvad.cli.plan import plan as command
+from kvad.config import Alibi, Attention, Gated, Layer, ModelConfig, Plain, Stack, T5Bias
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
+from kvad.errors import ConfigError, MemoryPlanError
+from kvad.lab.machine import read_bandwidth
+from kvad.lab.shapes import SHAPES, shape
+from kvad.model.transformer import Transformer
+from kvad.ops import attend
+from lab.models import CONFIGS, tiny, write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+
+def cache(**given):
+    return CacheConfig(**{"rows": 3, "capacity": 40, "chunk": 8, "block_size": 4, **given})
+
+
+# ---------------------------------------------------------------- to the byte
+
+
+def test_weight_shapes_are_the_state_dict(config):
+    state = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
+    assert weight_shapes(config) == state
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_weights_take_what_is_predicted(dtype):
+    for config in CONFIGS.values():
+        state = Transformer(config).to(getattr(torch, dtype)).state_dict()
+        assert plan_memory(config, cache(), weights_dtype=dtype).weights == sum(t.nbytes for t in state.values())
+
+
+def test_every_tensor_has_a_part(config):
+    counted = parts(weight_shapes(config))
+    assert tuple(counted) == PARTS and sum(counted.values()) == num_parameters(config)
+    assert counted["attention"] and counted["mlp"] and counted["embedding"]
+    assert bool(counted["head"]) == (not config.tie or config.head.bias)
+
+
+def test_parts_of_names():
+    names = {
+        "embed.tokens.weight": "embedding",
+        "embed.norm.bias": "norms",
+        "decoder.layers.10.mixer.q_norm.weight": "norms",
+        "decoder.layers.0.norm1_after.weight": "norms",
+        "decoder.norm.weight": "norms",
+        "decoder.relative.L": "attention",
+        "decoder.layers.0.mixer.sink_logits": "attention",
+        "decoder.layers.0.mlp.down.bias": "mlp",
+        "head.weight": "head",
+    }
+    assert {name: part_of(name) for name in names} == names
+
+
+CACHES = [
+    cache(layout=layout, dtype=dtype, **more)
+    for (layout, dtype), more in itertools.product(
+        itertools.product(("paged", "contiguous"), DTYPE_BYTES),
+        ({}, {"rows": 1}, {"capacity": 37}, {"chunk": 64}, {"block_size": 16}),
+    )
+]
+
+
+@pytest.mark.parametrize("asked", CACHES, ids=lambda c: f"{c.layout}-{c.dtype}-{c.rows}x{c.capacity}-{c.chunk}")
+@pytest.mark.parametrize("name", ["plain", "dims", "window", "pattern"])
+def test_the_pool_takes_what_is_predicted(name, asked):
+    plan = plan_memory(CONFIGS[name], asked)
+    memory = Memory([each.group for each in plan.groups], dtype=getattr(torch, asked.dtype))
+    assert sum(each.bytes.payload for each in plan.groups) == memory.payload_bytes()
+    assert sum(each.bytes.columns for each in plan.groups) == memory.column_bytes()
+    assert plan.pool == memory.payload_bytes() + memory.column_bytes()
+    for each in plan.groups:
+        assert each.payload == asked.rows * each.row_payload and each.columns == asked.rows * each.row_columns
+
+
+def test_a_pool_of_fewer_blocks_is_planned_as_it_is():
+    plan = plan_memory(CONFIGS["plain"], cache(blocks=5))
+    memory = Memory([each.group for each in plan.groups])
+    assert plan.pool == memory.payload_bytes() + memory.column_bytes()
+    assert plan.payload == 5 * 4 * plan.groups[0].bytes.per_token_payload
+
+
+@pytest.mark.parametrize(("dtype", "payload"), [("float32", 3_221_225_472), ("bfloat16", 1_610_612_736)])
+def test_the_notes_example(dtype, payload, capsys):
+    """Document 004, 4.17: 24 layers, 32 heads of 64, 8,192 tokens in float32 are "about 4 GB": 3,221,225,472 bytes."""
+    plan = plan_memory(shape("notes-example"), CacheConfig(rows=1, capacity=8192, dtype=dtype))
+    assert plan.payload == payload == plan.groups[0].row_payload == 2 * 24 * 32 * 64 * 8192 * DTYPE_BYTES[dtype]
+    assert plan.columns == 8 * 8192
+    assert plan.reserved == 2 * 16 * (payload // 8192 + 8)
+    arguments = ["plan", "notes-example", "--context", "8192", "--rows", "1", "--dtype", dtype, "--bandwidth", "10"]
+    assert main(arguments) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("cache payload"))
+    assert f" {payload:,} " in line and dtype in line
+
+
+# ---------------------------------------------------------------- bounds of what comes and goes
+
+
+def test_the_budgets_are_those_of_attention():
+    assert (planning.MASK_BUDGET, planning.SCORE_BUDGET) == (attend.MASK_BUDGET, attend.SCORE_BUDGET)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes alive at once of all that is made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                store = tensor.untyped_storage()
+                key = store._cdata
+                if key not in self.live and key not in given:
+                    self.live[key] = store.nbytes()
+                    self.now += self.live[key]
+                    weakref.finalize(store, self._drop, key)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _drop(self, key):
+        self.now -= self.live.pop(key)
+
+
+def middling(mixer, mlp=None, vocab=500):
+    stack = Stack(1, {"L": Layer(mixer, mlp or Gated(192))})
+    return ModelConfig(64, vocab, 2048, stack)
+
+
+BOUNDED = {
+    "paged": (middling(Attention(8, 4)), {}, "float32"),
+    "contiguous": (middling(Attention(8, 4)), {"layout": "contiguous"}, "float32"),
+    "one row in place": (middling(Attention(8, 4)), {"layout": "contiguous", "rows": 1}, "float32"),
+    "widened": (middling(Attention(8, 4)), {"dtype": "bfloat16"}, "float32"),
+    "half": (middling(Attention(8, 4)), {"dtype": "bfloat16"}, "bfloat16"),
+    "window": (middling(Attention(8, 4, window=64)), {}, "float32"),
+    "wide mlp": (middling(Attention(8), Plain(1024)), {"capacity": 64}, "float32"),
+    "large vocabulary": (middling(Attention(8), vocab=20000), {"capacity": 64, "rows": 16}, "float32"),
+    "softcap": (middling(Attention(8, 4, softcap=30.0)), {}, "float32"),
+    "softcap half": (middling(Attention(8, 4, softcap=30.0)), {"dtype": "bfloat16"}, "bfloat16"),
+    "alibi": (middling(Attention(8, 4, position=Alibi())), {}, "float32"),
+    "t5": (middling(Attention(8, 4, position=T5Bias())), {}, "float32"),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_a_step_stays_within_scratch_and_activations(name):
+    config, more, dtype = BOUNDED[name]
+    asked = CacheConfig(**{"rows": 2, "capacity": 256, "chunk": 128, "prefix": False, **more})
+    model = Transformer(config).to(getattr(torch, dtype))
+    engine = Engine(model, asked, budget=1024)
+    for row in range(asked.rows):
+        engine.submit([(7 * row + i) % 97 for i in range(asked.capacity - 4)], Sampling(max_tokens=2, temperature=0.0))
+    with Peak() as seen:
+        while not engine.idle:
+            engine.step()
+    plan = plan_memory(config, asked, weights_dtype=dtype, budget=1024)
+    bound = plan.scratch + plan.activations
+    assert seen.peak <= bound <= 8 * seen.peak, (seen.peak, bound)
+
+
+# ---------------------------------------------------------------- what fits, and refusal
+
+
+def test_what_fits_fits_and_one_more_does_not():
+    config = shape("gemma-2-2b")
+    plan = plan_memory(config, CacheConfig(rows=4, capacity=4096, dtype="bfloat16"), weights_dtype="bfloat16")
+    memory = 12 * GIB
+    found = fits(plan, memory)
+    assert [fit.rows for fit in found] == sorted(fit.rows for fit in found)
+    assert {1, 2, 4, 8, 16} <= {fit.rows for fit in found}
+
+    def total(rows, capacity):
+        return plan_memory(config, replace(plan.cache, rows=rows, capacity=capacity), weights_dtype="bfloat16").total
+
+    for rows, capacity, size in found:
+        assert size == total(rows, capacity) <= memory
+        at_limit = capacity == config.limit
+        whole = capacity == 4096 and total(rows + 1, 4096) > memory
+        assert at_limit or whole or total(rows, capacity + 16) > memory
+    most = [fit.rows for fit in found if fit.capacity == 4096]
+    assert most and total(most[-1] + 1, 4096) > memory
+
+
+def test_nothing_fits_where_the_weights_do_not():
+    assert fits(plan_memory(shape("llama-3-8b"), CacheConfig(capacity=4096)), 8 * GIB) == ()
+
+
+def test_require_names_need_have_and_what_would_fit():
+    plan = plan_memory(shape("gpt2"), CacheConfig(rows=64, capacity=1024))
+    require(plan, plan.total)
+    require(plan, None)
+    with pytest.raises(MemoryPlanError) as caught:
+        require(plan, 2 * GIB)
+    assert caught.value.exit_code == 2
+    assert "64 rows of 1,024 tokens need" in caught.value.message and "2.00 GiB is available" in caught.value.message
+    assert "what would fit: " in caught.value.hint and "of 1,024 tokens" in caught.value.hint
+    named = re.findall(r"([\d,]+) rows? of ([\d,]+) tokens", caught.value.hint)
+    assert len(named) >= 2
+    for rows, capacity in named:
+        smaller = replace(plan.cache, rows=int(rows.replace(",", "")), capacity=int(capacity.replace(",", "")))
+        require(plan_memory(plan.config, smaller), 2 * GIB)
+
+
+def test_require_says_when_nothing_would_fit():
+    plan = plan_memory(shape("llama-3-8b"), CacheConfig(rows=1, capacity=8192))
+    with pytest.raises(MemoryPlanError, match="no row fits"):
+        require(plan, GIB)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"), [({"weights_dtype": "float23"}, "float32"), ({"budget": 0}, "at least 1, found 0")]
+)
+def test_a_plan_refuses_what_cannot_be(given, says):
+    with pytest.raises(ConfigError, match=says):
+        plan_memory(CONFIGS["plain"], cache(), **given)
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def fake_machine(root, available_kib=8_000_000, cgroup="", **files):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal:  16000000 kB\nMemAvailable:  {available_kib} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_available_is_what_the_machine_says(tmp_path):
+    assert available_bytes(fake_machine(tmp_path)) == 8_000_000 * 1024
+    assert (available_bytes() or 0) > 2**20
+
+
+def test_available_is_less_in_a_control_group(tmp_path):
+    group = "sys/fs/cgroup/pod/box"
+    files = {
+        f"{group}/memory.max": "4000000000\n",
+        f"{group}/memory.current": "1500000000\n",
+        f"{group}/memory.stat": "anon 1000000000\ninactive_file 500000000\n",
+        "sys/fs/cgroup/pod/memory.max": "max\n",
+        "sys/fs/cgroup/pod/memory.current": "1500000000\n",
+    }
+    assert available_bytes(fake_machine(tmp_path, cgroup="0::/pod/box\n", **files)) == 3_000_000_000
+
+
+def test_available_is_less_in_a_control_group_of_version_1(tmp_path):
+    files = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000000\n",
+        "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "2000000000\n",
+        "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "2500000000\n",
+    }
+    lines = "9:name=systemd:/\n4:memory:/box\n1:cpu:/\n"
+    assert available_bytes(fake_machine(tmp_path, cgroup=lines, **files)) == 0
+
+
+def test_bandwidth_is_measured():
+    assert 1e8 < read_bandwidth(0.01) < 1e13
+
+
+def test_step_bytes_are_weights_and_what_each_row_sees():
+    config = tiny(Attention(4, 2, window=7), tie=False)
+    plan = plan_memory(config, cache())
+    each = plan.groups[0].bytes.per_token_payload + plan.groups[0].bytes.per_token_columns
+    weights = weight_bytes(config, "float32") - lookup_bytes(config, "float32")
+    assert lookup_bytes(config, "float32") == 61 * 24 * 4
+    assert step_bytes(plan, 1, 5) == weights + 5 * each
+    assert step_bytes(plan, 3, 30) == weights + 3 * 7 * each
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(capsys, *arguments):
+    code = main(["plan", *arguments])
+    seen = capsys.readouterr()
+    return code, seen.out, seen.err
+
+
+def as_json(capsys, *arguments):
+    code, out, err = run(capsys, *arguments, "--json", "--bandwidth", "10")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_json_says_what_was_planned(capsys):
+    found = as_json(capsys, "mistral-7b", "--context", "8192", "--rows", "2", "--dtype", "bfloat16", "--fit", "40GiB")
+    plan = plan_memory(shape("mistral-7b"), CacheConfig(rows=2, capacity=8192, dtype="bfloat16"))
+    assert found["bytes"]["total"] == plan.total and found["bytes"]["pool"] == plan.pool
+    assert found["groups"][0]["window"] == 4096 and found["groups"][0]["blocks_per_row"] == 289
+    assert found["groups"][0]["per_token"] == {"payload": 32 * 8 * 256 * 2, "columns": 8}
+    assert found["speeds"][1]["tokens_per_second"] == pytest.approx(2 * 1e10 / step_bytes(plan, 2, 8192))
+    assert found["fit"]["largest"][-1]["bytes"] <= found["fit"]["bytes"] == 40 * GIB
+    assert found["bandwidth_measured"] is False
+
+
+def test_the_page_says_it_too(capsys):
+    code, out, err = run(capsys, "gemma-2-2b", "--rows", "2", "--fit", "16GiB", "--bandwidth", "20")
+    assert (code, err) == (0, "")
+    plan = plan_memory(shape("gemma-2-2b"), CacheConfig(rows=2, capacity=8192))
+    for number in (plan.weights, plan.payload, plan.columns, plan.reserved, plan.scratch, plan.activations, plan.total):
+        assert f" {number:,} " in out
+    assert "group 0: 13 layers, window 4,096" in out and "group 1: 13 layers, full attention" in out
+    assert "20.0 GB/s (as given)" in out and "tokens each" in out and max(map(len, out.splitlines())) <= 120
+
+
+def test_what_does_not_fit_is_said_and_is_no_error(capsys, monkeypatch):
+    monkeypatch.setattr("kvad.cache.available.available_bytes", lambda: GIB)
+    code, out, _ = run(capsys, "llama-3-70b", "--fit", "2GiB", "--bandwidth", "20")
+    assert code == 0 and "it does not fit" in out and "not even one row" in out
+
+
+def test_defaults_are_those_of_the_cache():
+    defaults = {field.name: field.default for field in fields(CacheConfig)}
+    given = {param.name: param.default for param in command.params}
+    for name in ("rows", "layout", "block_size", "chunk"):
+        assert given[name] == defaults[name]
+    assert given["budget"] == planning.BUDGET
+
+
+def test_a_checkpoint_is_planned_in_its_own_dtype(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "run", CONFIGS["pattern"], dtype=torch.bfloat16)
+    found = as_json(capsys, str(folder))
+    assert (found["weights_dtype"], found["cache"]["dtype"], found["context"]) == ("bfloat16", "bfloat16", 64)
+    assert found["bytes"]["weights"] == weight_bytes(CONFIGS["pattern"], "bfloat16")
+
+
+def test_configs_are_read_as_json_and_toml(tmp_path, capsys):
+    config = CONFIGS["plain"].to_dict()
+    (tmp_path / "m.json").write_text(json.dumps(config))
+    mixer = "[model.decoder.kinds.L.mixer]\nheads = 4\nkv_heads = 2\n"
+    mlp = '[model.decoder.kinds.L.mlp]\nkind = "gated"\nhidden = 40\n'
+    (tmp_path / "m.toml").write_text(
+        f"[model]\nwidth = 24\nvocab = 61\nlimit = 64\n[model.decoder]\nlayers = 2\n{mixer}{mlp}"
+    )
+    first, second = as_json(capsys, str(tmp_path / "m.json")), as_json(capsys, str(tmp_path / "m.toml"))
+    assert first["bytes"] == second["bytes"] and first["parameters"] == num_parameters(CONFIGS["plain"])
+
+
+def test_shapes_are_listed(capsys):
+    code, out, _ = run(capsys, "--shapes")
+    assert code == 0 and all(name in out for name in SHAPES)
+    code, out, _ = run(capsys, "--shapes", "--json")
+    assert json.loads(out)["gpt2"] == 124_439_808
+
+
+def test_no_torch_is_loaded():
+    program = (
+        "import sys\nfrom kvad.cli.main import main\n"
+        "code = main(['plan', 'llama-3-8b', '--rows', '2', '--fit', '64GiB', '--context', '4096'])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0 and "measured here" in ran.stdout, ran.stderr
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def test_a_config_with_a_typo(tmp_path, capsys):
+    config = CONFIGS["plain"].to_dict()
+    config["decoder"]["layer"] = config["decoder"].pop("layers")
+    (tmp_path / "typo.json").write_text(json.dumps(config))
+    code, out, err = run(capsys, str(tmp_path / "typo.json"))
+    assert (code, out) == (2, "")
+    assert err == "kvad: error: unknown key decoder.layer\nkvad: hint: did you mean 'layers'?\n"
+
+
+def test_broken_files(tmp_path, capsys):
+    for name, text, says in (
+        ("a.json", "{", "is not JSON"),
+        ("a.toml", "= 3", "is not TOML"),
+        ("b.json", "[]", "expected an object"),
+    ):
+        (tmp_path / name).write_text(text)
+        code, _, err = run(capsys, str(tmp_path / name))
+        assert code == 2 and says in err and name in err
+    code, _, err = run(capsys, str(tmp_path / "missing.json"))
+    assert code == 2 and "no such file" in err and "missing.json" in err
+
+
+def test_a_folder_that_is_not_a_checkpoint(tmp_path, capsys):
+    code, _, err = run(capsys, str(tmp_path))
+    assert code == 2 and "is not a checkpoint: it has no config.json" in err
+
+
+def test_a_checkpoint_that_is_cut_off(checkpoint, capsys):
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    code, _, err = run(capsys, str(checkpoint))
+    assert code == 2 and "model.safetensors is cut off" in err
+
+
+def test_the_limit_says_both_numbers(capsys):
+    code, _, err = run(capsys, "gpt2", "--context", "4096")
+    assert code == 2 and "4,096" in err and "1,024" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["lama-3-8b"], "did you mean 'llama-3-8b'?"),
+        ([], "Missing argument"),
+        (["gpt2", "--rows", "0"], "cache.rows: must be at least 1, found 0"),
+        (["gpt2", "--rows", "-3"], "found -3"),
+        (["gpt2", "--rows", "many"], "not a valid integer"),
+        (["gpt2", "--context", "0"], "found 0"),
+        (["gpt2", "--block-size", "0"], "cache.block_size"),
+        (["gpt2", "--chunk", "0"], "cache.chunk"),
+        (["gpt2", "--budget", "0"], "budget: must be at least 1"),
+        (["gpt2", "--dtype", "float23"], "did you mean 'float32'?"),
+        (["gpt2", "--weights-dtype", "bf16"], "did you mean 'bfloat16'?"),
+        (["gpt2", "--layout", "ring"], "'ring'"),
+        (["gpt2", "--fit", "8 gigs"], "'8 gigs' is not a size in bytes"),
+        (["gpt2", "--bandwidth", "0"], "must be above 0"),
+        (["gpt2", "--contxt", "3"], "--context"),
+    ],
+)
+def test_what_cannot_be_is_refused(capsys, arguments, says):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "") and says in err and err.startswith("kvad: error: ")
+
+
+def test_a_bidirectional_model_has_no_cache(tmp_path, capsys):
+    (tmp_path / "b.json").write_text(json.dumps(tiny(Attention(4, causal=False)).to_dict()))
+    code, _, err = run(capsys, str(tmp_path / "b.json"))
+    assert code == 2 and "bidirectional" in err

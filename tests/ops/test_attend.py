@@ -1,0 +1,418 @@
+"""Attention against a loop over queries and heads in float64, written from the formulas and not from the code.
+
+softmax over the visible keys of softcap(scale * q.k) + bias, the sink in the denominator only; nothing visible: zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvad.ops import attend as ops
+from kvad.ops.attend import Kernel, Reading, attend, t5_bucket
+from kvad.step import Buckets, Mark, Reach, Score, Slopes
+from tests.pairwise import Case, pairwise
+
+KERNELS = get_args(Kernel)
+BOTH: tuple[Kernel, ...] = ("reference", "sdpa")
+ROWS, SLOTS = 2, 13
+SHAPES = {  # H, K, D, Dv
+    "mha": (4, 4, 8, 8),
+    "gqa": (6, 3, 8, 8),
+    "mqa": (6, 1, 8, 8),
+    "value-dim": (6, 2, 5, 7),
+}
+REACHES = {
+    "causal": Reach(),
+    "window": Reach(window=3),
+    "bidirectional": Reach(causal=False),
+    "bidirectional-window": Reach(causal=False, window=3),
+    "documents": Reach(),
+}
+LOGITS = ("plain", "softcap", "sinks", "alibi", "t5", "t5-both-ways", "everything")
+SCALES = {"default": None, "none": 1.0, "number": 0.37}
+AXES = {"heads": tuple(SHAPES), "reach": tuple(REACHES), "logits": LOGITS, "scale": tuple(SCALES), "new": ("1", "6")}
+
+
+class Question(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    queries: Mark
+    keys: Mark
+    reach: Reach
+    score: Score
+
+    def ask(self, kernel: Kernel = "auto", **options: Any) -> Tensor:
+        reading = Reading(self.queries, self.keys, self.reach)
+        return attend(self.q, self.k, self.v, reading, self.score, kernel=kernel, **options).out
+
+
+def question(case: Case, seed: int = 0, dtype: torch.dtype = torch.float64) -> Question:
+    """Row 0's keys lie in any order with holes (-1) among them; row 1's are few, and one of its queries sees none."""
+    heads, kv_heads, dim, value_dim = SHAPES[case.get("heads", "gqa")]
+    new, kind = int(case.get("new", "6")), case.get("logits", "plain")
+    draw = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    order = torch.randperm(SLOTS, generator=draw)
+    positions = torch.stack([order, torch.where(order < 4, order + 1, -1)])
+    positions[0, order == 5] = -1
+    queries = torch.stack([torch.arange(SLOTS - new, SLOTS), torch.arange(new)])
+    documents = case.get("reach") == "documents"
+    everything = kind == "everything"
+    score = Score(
+        scale=SCALES[case.get("scale", "default")] or dim**-0.5,
+        softcap=1.7 if everything or kind == "softcap" else None,
+        sink_logits=random(heads) if everything or kind == "sinks" else None,
+        bias={
+            "alibi": Slopes(random(heads).exp()),
+            "everything": Slopes(random(heads).exp()),
+            "t5": Buckets(random(6, heads), 8, False),
+            "t5-both-ways": Buckets(random(8, heads), 6, True),
+        }.get(kind),
+    )
+    return Question(
+        (2 * random(ROWS, new, heads, dim)).to(dtype),
+        (2 * random(ROWS, kv_heads, SLOTS, dim)).to(dtype),
+        random(ROWS, kv_heads, SLOTS, value_dim).to(dtype),
+        Mark(queries, queries // 4 if documents else None),
+        Mark(positions, positions // 4 if documents else None),
+        REACHES[case.get("reach", "causal")],
+        score,
+    )
+
+
+def seen_by(ask: Question, row: int, query: int) -> list[int]:
+    """Slots that a query may read, by the words of the contract."""
+    seen = []
+    at = int(ask.queries.position[row, query])
+    for slot in range(ask.k.shape[2]):
+        position = int(ask.keys.position[row, slot])
+        if position < 0 or (ask.reach.causal and position > at):
+            continue
+        if ask.reach.window is not None and abs(at - position) > ask.reach.window - 1:
+            continue
+        if ask.queries.document is not None and ask.keys.document is not None:
+            if int(ask.queries.document[row, query]) != int(ask.keys.document[row, slot]):
+                continue
+        seen.append(slot)
+    return seen
+
+
+def naive(ask: Question) -> Tensor:
+    q, k, v, score = ask.q.double(), ask.k.double(), ask.v.double(), ask.score
+    rows, new, heads, _ = q.shape
+    out = torch.zeros(rows, new, heads, v.shape[-1], dtype=torch.float64)
+    for row in range(rows):
+        for i in range(new):
+            slots = seen_by(ask, row, i)
+            for head in range(heads):
+                group = head // (heads // k.shape[1])
+                weights = []
+                for slot in slots:
+                    z = score.scale * float(q[row, i, head] @ k[row, group, slot])
+                    z = z if score.softcap is None else score.softcap * math.tanh(z / score.softcap)
+                    ahead = int(ask.keys.position[row, slot] - ask.queries.position[row, i])
+                    if isinstance(score.bias, Slopes):
+                        z -= float(score.bias.slopes[head]) * abs(ahead)
+                    elif score.bias is not None:
+                        bucket = t5_bucket(torch.tensor(ahead), len(score.bias.table), *score.bias[1:])
+                        z += float(score.bias.table[bucket, head])
+                    weights.append(math.exp(z))
+                sink = 0.0 if score.sink_logits is None else math.exp(float(score.sink_logits[head]))
+                for weight, slot in zip(weights, slots, strict=True):
+                    out[row, i, head] += weight / (sum(weights) + sink) * v[row, group, slot]
+    return out
+
+
+def case_id(case: Case) -> str:
+    return "-".join(case.values())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("case", pairwise(AXES), ids=case_id)
+def test_every_kernel_is_the_formula(case: Case, kernel: Kernel) -> None:
+    ask = question(case)
+    torch.testing.assert_close(ask.ask(kernel), naive(ask), rtol=0, atol=1e-12)
+
+
+# bfloat16: the fused kernel rounds the weights too, before they meet the values.
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("logits", LOGITS)
+def test_every_dtype_is_the_formula_of_its_rounded_inputs(logits: str, kernel: Kernel, dtype: torch.dtype) -> None:
+    for heads in ("gqa", "value-dim"):
+        ask = question({"heads": heads, "logits": logits}, dtype=dtype)
+        out = ask.ask(kernel)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), naive(ask), rtol=0, atol=ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["alibi", "t5"])
+def test_biases_of_half_precision_models_are_not_rounded(kind: str, dtype: torch.dtype, kernel: Kernel) -> None:
+    """A bias of hundreds, which bfloat16 knows to the next 2, on keys whose biases differ by less than that."""
+    draw, slots = torch.Generator().manual_seed(0), 20
+    k, v = (torch.randn(1, 2, slots, 8, generator=draw).to(dtype) for _ in range(2))
+    bias: Slopes | Buckets
+    if kind == "alibi":
+        bias = Slopes(torch.tensor([0.503, 0.217]))
+        pull = bias.slopes[:, None, None].double() * (torch.arange(slots) - torch.tensor([[600], [603]])).double()
+    else:
+        table = torch.tensor([-300.0, -290.0])[None] + torch.linspace(0, 3, 32)[:, None]
+        bias = Buckets(table, 1200, False)
+        bucket = t5_bucket(torch.arange(slots) - torch.tensor([[600], [603]]), 32, 1200, False)
+        pull = table[bucket].permute(2, 0, 1).double()
+    reading = Reading(Mark(torch.tensor([[600, 603]])), Mark(torch.arange(slots)[None]), Reach())
+    out = attend(torch.zeros(1, 2, 2, 8, dtype=dtype), k, v, reading, Score(1.0, bias=bias), kernel=kernel).out
+    expected = pull.softmax(-1) @ v[0].double()  # [H, L, Dv]; q = 0, so the bias decides alone
+    torch.testing.assert_close(out[0].transpose(0, 1).double(), expected, rtol=0, atol=ROUNDING[dtype])
+
+
+# ---------------------------------------------------------------- blocks of queries, and what they are for
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize("case", pairwise(AXES | {"new": ("6",)}), ids=case_id)
+def test_blocks_of_queries_change_nothing(case: Case, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = question(case)
+    whole = attend(*ask[:3], Reading(*ask[3:6]), ask.score, kernel=kernel, want=kernel == "reference")
+    monkeypatch.setattr(ops, "MASK_BUDGET", ROWS * SLOTS)  # one or two queries at a time
+    monkeypatch.setattr(ops, "SCORE_BUDGET", ROWS * SLOTS * 12)
+    cut = attend(*ask[:3], Reading(*ask[3:6]), ask.score, kernel=kernel, want=kernel == "reference")
+    for one, other in zip(cut, whole, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements of any tensor that an operation made (a view of an old one makes nothing)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements, self.made_by = 0, ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(made, Tensor):
+                elements = made.untyped_storage().nbytes() // made.element_size()
+                if elements > self.elements:
+                    self.elements, self.made_by = elements, str(func)
+        return out
+
+
+def long_question(logits: str, heads: str, new: int) -> Question:
+    small = question({"logits": logits, "heads": heads})
+    count, kv_heads, dim, value_dim = SHAPES[heads]
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, generator=draw)
+        for shape in ((1, new, count, dim), (1, kv_heads, new, dim), (1, kv_heads, new, value_dim))
+    )
+    mark = Mark(torch.arange(new)[None])
+    return Question(q, k, v, mark, mark, Reach(), small.score)
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize("heads", ["gqa", "value-dim"])
+@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("fault", [False, True])
+def test_no_matrix_of_a_whole_long_step_is_made(
+    fault: bool, logits: str, heads: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """320 queries by 320 keys by 6 heads: nothing made exceeds the budgets, with a NaN in sight or without."""
+    monkeypatch.setattr(ops, "MASK_BUDGET", 1 << 13)
+    monkeypatch.setattr(ops, "SCORE_BUDGET", 1 << 15)
+    ask = long_question(logits, heads, new := 320)
+    if fault:
+        ask.k[0, 0, 300] = math.nan  # the fused kernel's output is of no use there
+    with Largest() as largest, torch.no_grad():
+        out = ask.ask(kernel)
+    assert largest.elements <= 1 << 15 < new * new, f"{largest.made_by} made {largest.elements} elements"
+    assert bool(out[:, :300].isfinite().all()) and bool(out[:, 300:].isnan().any()) == fault
+
+
+def test_the_watcher_sees_a_matrix_of_a_whole_step() -> None:
+    ask = long_question("plain", "gqa", 320)
+    with Largest() as largest:
+        ask.ask("reference")
+    assert largest.elements >= 6 * 320 * 320
+
+
+# ---------------------------------------------------------------- what nobody may see
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize(
+    "case", pairwise(AXES | {"reach": ("causal",), "dtype": ("float64", "float32", "bfloat16", "float16")}), ids=case_id
+)
+def test_a_query_that_sees_nothing_gives_zeros(case: Case, kernel: Kernel) -> None:
+    ask = question(case, dtype=getattr(torch, case["dtype"]))
+    blind = ask._replace(keys=Mark(torch.full_like(ask.keys.position, -1)))
+    assert bool((blind.ask(kernel) == 0).all())
+    first = ask.ask(kernel)[1, 0]  # row 1 holds positions 1..4, its first query stands at 0
+    assert bool((first == 0).all()) and bool((ask.ask(kernel)[0] != 0).any())
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize("case", pairwise(AXES | {"value": ("nan", "inf", "-inf"), "where": ("k", "v")}), ids=case_id)
+def test_what_lies_in_a_masked_slot_reaches_nobody(case: Case, kernel: Kernel) -> None:
+    ask = question(case)
+    clean = ask.ask(kernel)
+    everyone = torch.zeros(ROWS, SLOTS, dtype=torch.bool)
+    for row in range(ROWS):
+        for i in range(ask.q.shape[1]):
+            everyone[row, seen_by(ask, row, i)] = True
+    assert not bool(everyone.all())
+    for tensor in {"k": (ask.k,), "v": (ask.v,)}[case["where"]]:
+        tensor.masked_fill_(~everyone[:, None, :, None], float(case["value"]))
+    torch.testing.assert_close(ask.ask(kernel), clean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("case", pairwise(AXES), ids=case_id)
+def test_a_nan_in_sight_reaches_those_that_see_it_and_no_other(case: Case, where: str, kernel: Kernel) -> None:
+    ask = question(case)
+    clean = ask.ask(kernel)
+    heads, kv_heads = SHAPES[case["heads"]][:2]
+    row, group = 0, kv_heads - 1
+    slot = seen_by(ask, row, ask.q.shape[1] - 1)[0]
+    (ask.k if where == "k" else ask.v)[row, group, slot, 2] = math.nan
+    out = ask.ask(kernel)
+    hit = torch.zeros(out.shape[:3], dtype=torch.bool)
+    for i in range(out.shape[1]):
+        if slot in seen_by(ask, row, i):
+            hit[row, i, heads // kv_heads * group :] = True
+    assert bool(hit.any()) and not bool(hit.all())
+    assert bool(out[hit].isnan().all())
+    torch.testing.assert_close(out[~hit], clean[~hit], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+def test_an_infinite_value_in_sight_is_heard(kernel: Kernel) -> None:
+    ask = question({"reach": "causal"})
+    slot = int((ask.keys.position[0] == 9).nonzero())
+    ask.v[0, 0, slot] = math.inf
+    out = ask.ask(kernel)
+    sees = ask.queries.position[0] >= 9
+    assert bool(out[0, sees, :2].isnan().all())
+    assert bool(out[0, ~sees].isfinite().all()) and bool(out[0, :, 2:].isfinite().all())
+
+
+# ---------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+def test_gradients_of_the_reference(logits: str) -> None:
+    """By finite differences, for q, k, v and whatever of the score is learned; a blind query is among them."""
+    ask = question({"logits": logits, "heads": "value-dim", "new": "1" if logits == "everything" else "6"})
+    few = ask._replace(q=ask.q[:, :3], queries=Mark(ask.queries.position[:, :3]))
+    learned = [t for t in (few.score.sink_logits, getattr(few.score.bias, "table", None)) if t is not None]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
+        return few._replace(q=q, k=k, v=v, score=rebuilt(few.score, list(extra))).ask("reference")
+
+    inputs = [t.detach().clone().requires_grad_() for t in (few.q, few.k, few.v, *learned)]
+    assert torch.autograd.gradcheck(run, inputs, eps=1e-6, atol=1e-6, nondet_tol=0.0, fast_mode=True)
+
+
+def rebuilt(score: Score, learned: list[Tensor]) -> Score:
+    """The score with its learned tensors replaced, in the order sinks, table."""
+    sinks = learned.pop(0) if score.sink_logits is not None else None
+    bias = score.bias._replace(table=learned.pop(0)) if isinstance(score.bias, Buckets) else score.bias
+    return score._replace(sink_logits=sinks, bias=bias)
+
+
+def gradients(ask: Question, kernel: Kernel) -> list[Tensor]:
+    bias = ask.score.bias
+    table = [bias.table] if isinstance(bias, Buckets) else []
+    inputs = [t.detach().clone().requires_grad_() for t in (ask.q, ask.k, ask.v, *table)]
+    score = ask.score if not table else ask.score._replace(bias=bias._replace(table=inputs[3]))  # type: ignore[union-attr]
+    out = ask._replace(q=inputs[0], k=inputs[1], v=inputs[2], score=score).ask(kernel)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
+    return list(torch.autograd.grad((out * weight).sum(), inputs))
+
+
+@pytest.mark.parametrize("case", pairwise(AXES | {"logits": ("plain", "alibi", "t5", "t5-both-ways")}), ids=case_id)
+def test_the_fused_kernel_has_the_gradients_of_the_reference(case: Case) -> None:
+    ask = question(case)
+    expected = gradients(ask, "reference")
+    assert float(expected[2].abs().max()) > 1e-3
+    for fused, plain in zip(gradients(ask, "sdpa"), expected, strict=True):
+        torch.testing.assert_close(fused, plain, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+def test_gradients_survive_blocks_of_queries(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = question({"logits": "t5"})
+    whole = gradients(ask, kernel)
+    monkeypatch.setattr(ops, "MASK_BUDGET", 1)
+    monkeypatch.setattr(ops, "SCORE_BUDGET", 1)
+    for cut, full in zip(gradients(ask, kernel), whole, strict=True):
+        torch.testing.assert_close(cut, full, rtol=0, atol=1e-12)
+
+
+# ---------------------------------------------------------------- what else is promised
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+def test_scores_and_weights_where_asked_for(logits: str) -> None:
+    ask = question({"logits": logits})
+    done = attend(*ask[:3], Reading(*ask[3:6]), ask.score, want=True)
+    assert done.scores is not None and done.weights is not None
+    torch.testing.assert_close(done.out, ask.ask("reference"), rtol=0, atol=0)
+    totals = done.scores.exp().sum(-1)
+    if ask.score.sink_logits is not None:
+        totals = totals + ask.score.sink_logits.exp()[:, None]
+    weights = torch.where(totals[..., None] > 0, done.scores.exp() / totals.clamp(min=1e-300)[..., None], 0.0)
+    torch.testing.assert_close(done.weights, weights, rtol=0, atol=1e-12)
+    for row in range(ROWS):
+        for i in range(6):
+            seen = set(seen_by(ask, row, i))
+            assert {j for j in range(SLOTS) if done.scores[row, 0, i, j] > -math.inf} == seen
+    blind = bool((done.weights[1, :, 0] == 0).all())
+    assert blind
+
+
+def test_one_reading_serves_layers_with_different_tables() -> None:
+    """Biases are kept per tensor, not per address: a table that was freed must not lend its bias to the next one."""
+    ask = question({"logits": "alibi"})
+    reading = Reading(ask.queries, ask.keys, ask.reach)
+    for seed in range(20):
+        made: Callable[..., Tensor] = lambda: torch.rand(6, generator=torch.Generator().manual_seed(seed)).double()  # noqa: B023, E731
+        score = Score(0.3, bias=Slopes(made()))
+        out = attend(ask.q, ask.k, ask.v, reading, score, kernel="reference").out
+        torch.testing.assert_close(out, naive(ask._replace(score=Score(0.3, bias=Slopes(made())))), rtol=0, atol=1e-12)
+
+
+def test_keys_of_another_dtype_are_widened() -> None:
+    """A float16 cache under a float32 model: storage only."""
+    ask = question({}, dtype=torch.float32)
+    stored = ask._replace(k=ask.k.half(), v=ask.v.half())
+    for kernel in BOTH:
+        out = stored.ask(kernel)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out.double(), naive(stored), rtol=0, atol=2e-6)
+
+
+def test_scores_that_overflow_exp_are_safe() -> None:
+    ask = question({"scale": "number"})
+    huge = ask._replace(score=Score(500.0), q=ask.q.float(), k=ask.k.float(), v=ask.v.float())
+    for kernel in BOTH:
+        assert bool(huge.ask(kernel).isfinite().all())

@@ -1,0 +1,122 @@
+"""Rotation: by its formula, by its law R(n)^T R(m) = R(m - n), and against three models of transformers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as neox_rotary
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotary
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
+
+from kvad.ops.rotary import Angles, rotate
+from kvad.step import Rotary
+
+POSITIONS = torch.tensor([0, 1, 2, 17, 400, 3])
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def table(pairs: int, base: float = 100.0) -> Tensor:
+    return base ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+
+
+def turn(x: Tensor, at: int, rotary: Rotary) -> Tensor:
+    """One vector [D] at one position."""
+    return Angles(torch.tensor([at])).rotate(x[None, None], rotary)[0, 0]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dim", [8, 11])
+def test_each_pair_turns_in_the_positive_sense_and_the_rest_stays(dim: int, interleaved: bool) -> None:
+    x, freq = random(6, 3, dim), table(4)
+    out = Angles(POSITIONS).rotate(x, Rotary(freq, interleaved, 1.5))
+    for t, position in enumerate(POSITIONS.tolist()):
+        for i in range(4):
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + 4)
+            z = torch.complex(x[t, :, a], x[t, :, b]) * 1.5 * torch.tensor(complex(0, position * freq[i].item())).exp()
+            torch.testing.assert_close(torch.complex(out[t, :, a], out[t, :, b]), z, rtol=0, atol=1e-12)
+    assert torch.equal(out[..., 8:], x[..., 8:])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_product_depends_on_the_distance_and_on_its_sign(interleaved: bool) -> None:
+    rotary, (q, k) = Rotary(table(4), interleaved, 1.0), random(2, 8)
+    for n, m in [(0, 5), (9, 2), (1003, 1008), (4, 4), (70, 0)]:
+        product = turn(q, n, rotary) @ turn(k, m, rotary)
+        torch.testing.assert_close(product, q @ turn(k, m - n, rotary), rtol=0, atol=1e-11)
+        torch.testing.assert_close(product, turn(q, n - m, rotary) @ k, rtol=0, atol=1e-11)
+        assert n == m or abs(product - q @ turn(k, n - m, rotary)) > 1e-2
+    torch.testing.assert_close(turn(q, 123, rotary).norm(), q.norm(), rtol=0, atol=1e-12)
+    one = turn(torch.tensor([1.0, 0.0]), 1, Rotary(torch.ones(1), interleaved, 1.0))
+    torch.testing.assert_close(one, torch.tensor([math.cos(1), math.sin(1)]))
+
+
+def angles(dim: int) -> tuple[Tensor, Tensor]:
+    angle = POSITIONS.double()[:, None] * table(dim // 2)
+    return angle.cos(), angle.sin()
+
+
+def test_half_split_is_llama_s() -> None:
+    q, k = random(6, 3, 8), random(6, 2, 8, seed=1)
+    cos, sin = (torch.cat((part, part), dim=-1)[None] for part in angles(8))
+    their_q, their_k = llama_rotary(q[None], k[None], cos, sin, unsqueeze_dim=2)
+    mine, rotary = Angles(POSITIONS), Rotary(table(4), False, 1.0)
+    torch.testing.assert_close(mine.rotate(q, rotary), their_q[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(mine.rotate(k, rotary), their_k[0], rtol=0, atol=1e-12)
+
+
+def test_interleaved_is_gptj_s() -> None:
+    x, (cos, sin) = random(6, 3, 8), angles(8)
+    theirs = gptj_rotary(x[None], sin[None], cos[None])
+    torch.testing.assert_close(Angles(POSITIONS).rotate(x, Rotary(table(4), True, 1.0)), theirs[0], rtol=0, atol=1e-12)
+
+
+def test_partial_is_gpt_neox_s() -> None:
+    q, k = random(6, 3, 16), random(6, 3, 16, seed=1)
+    cos, sin = (torch.cat((part, part), dim=-1)[None] for part in angles(4))
+    theirs, _ = neox_rotary(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
+    mine = Angles(POSITIONS).rotate(q, Rotary(table(2), False, 1.0))
+    torch.testing.assert_close(mine, theirs[0].transpose(0, 1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_frequencies_per_token_are_each_token_s_own(interleaved: bool) -> None:
+    x, rows = random(6, 3, 8), torch.stack([table(4, 10.0 * (t + 1)) for t in range(6)])
+    out = Angles(POSITIONS).rotate(x, Rotary(rows, interleaved, 1.0))
+    for t in range(6):
+        alone = Angles(POSITIONS[t : t + 1]).rotate(x[t : t + 1], Rotary(rows[t], interleaved, 1.0))
+        torch.testing.assert_close(out[t : t + 1], alone, rtol=0, atol=0)
+
+
+def test_one_set_of_angles_serves_many_tables() -> None:
+    """Tables come and go within a step (one per kind of layer and regime): none may be taken for another."""
+    x, shared = random(6, 1, 8), Angles(POSITIONS)
+    for base in range(10, 40):
+        out = shared.rotate(x, Rotary(table(4, base), False, 1.0))
+        torch.testing.assert_close(out, Angles(POSITIONS).rotate(x, Rotary(table(4, base), False, 1.0)), rtol=0, atol=0)
+    one = table(4)
+    plain, grown = (shared.rotate(x, Rotary(one, False, factor)) for factor in (1.0, 2.0))
+    torch.testing.assert_close(grown, 2 * plain, rtol=0, atol=1e-12)
+
+
+def test_angles_are_made_in_float32_whatever_the_model_s_dtype() -> None:
+    """bfloat16 cannot tell position 1001 from 1002: angles made in it would be another model's."""
+    x = torch.ones(2, 1, 2, dtype=torch.bfloat16)
+    out = Angles(torch.tensor([1001, 1002])).rotate(x, Rotary(torch.ones(1), False, 1.0))
+    assert out.dtype == torch.bfloat16
+    for t, position in enumerate((1001, 1002)):
+        expected = [math.cos(position) - math.sin(position), math.sin(position) + math.cos(position)]
+        assert out[t, 0].tolist() == pytest.approx(expected, abs=2e-2)
+
+
+def test_rotation_has_a_gradient_and_it_is_the_rotation_back() -> None:
+    x, cos, sin = random(5, 8).requires_grad_(), *(f(random(5, 4, seed=2)) for f in (torch.cos, torch.sin))
+    for interleaved in (False, True):
+        weight = random(5, 8, seed=3)
+        (gradient,) = torch.autograd.grad((rotate(x, cos, sin, interleaved) * weight).sum(), x)
+        torch.testing.assert_close(gradient, rotate(weight, cos, -sin, interleaved), rtol=0, atol=1e-12)
