@@ -112,7 +112,8 @@ def without_cache(model: Model, prompts: list[list[int]], steps: int) -> tuple[l
 
 
 def load(folder: Path) -> Model:
-    """A checkpoint of kvad's; refuses what this page does not do."""
+    """A checkpoint of kvad's, or a run's newest; refuses what this page does not do."""
+    folder = max(folder.glob("checkpoints/step-*"), default=folder)
     config = json.loads((folder / "config.json").read_text())["model"]
     decoder, head, weights = config["decoder"], config["head"], load_file(folder / "model.safetensors")
     layer = decoder["kinds"][decoder["pattern"][0]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -81,9 +81,7 @@ class LLM:
     # ------------------------------------------------------------ text out
 
     @overload
-    def generate(
-        self, prompts: str, sampling: Sampling | None = None, **options: Any
-    ) -> Completion: ...
+    def generate(self, prompts: str, sampling: Sampling | None = None, **options: Any) -> Completion: ...
     @overload
     def generate(self, prompts: Sequence[int], sampling: Sampling | None = None, **options: Any) -> Completion: ...
     @overload
@@ -108,7 +106,7 @@ class LLM:
             raise
         return done[0] if one else done
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Generator[Piece, None, None]:
         """Pieces of one prompt's samples as they come; closing the iterator cancels what is left."""
         collector = self._submit(prompt, _sampling(sampling, options))
         try:

@@ -52,6 +52,7 @@ WITHOUT_TORCH = [
     "kvad.cache.blocks",
     "kvad.cache.sizing",
     "kvad.engine.request",
+    "kvad.engine.row",
     "kvad.engine.scheduler",
     "kvad.lab.plan",
     "kvad.cli",

@@ -13,9 +13,9 @@ from torch import Tensor
 from examples import cache as page
 from kvad import LLM
 from kvad import config as cfg
-from kvad.cache.sizing import CacheConfig
+from kvad.checkpoint.native import save
 from kvad.model.transformer import Transformer
-from models import build
+from models import build, model_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
@@ -28,11 +28,9 @@ def decoder(tie: bool = True, head_dim: int = 8, kv_heads: int = 2, norm_place: 
     return build(cfg.ModelConfig(24, 32, 96, stack, tie=tie))
 
 
-def of(model: Transformer) -> page.Model:
-    mixer = model.config.decoder.layer(0).mixer
-    weights = {name: p.detach() for name, p in model.state_dict().items()}
-    assert isinstance(mixer.position, cfg.Rope)
-    return page.Model(weights, mixer.heads, mixer.kv_heads or 0, mixer.position.theta, 1e-3)
+def saved(model: Transformer, folder: Path) -> Path:
+    save(folder, model.config, model.state_dict(), None)
+    return folder
 
 
 @torch.inference_mode()
@@ -42,10 +40,11 @@ def logits(model: page.Model, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(8, 2), (6, 4), (10, 1)])
-def test_the_page_equals_kvad(tie: bool, head_dim: int, kv_heads: int) -> None:
-    model = decoder(tie, head_dim, kv_heads)
-    with LLM(model, None, CacheConfig(capacity=96, dtype="float64")) as llm:
-        ours, tokens = of(model), [7, 3, 31, 0, 7, 7, 12, 5, 20]
+def test_the_page_equals_kvad(tie: bool, head_dim: int, kv_heads: int, tmp_path: Path) -> None:
+    saved(decoder(tie, head_dim, kv_heads), tmp_path / "run" / "checkpoints" / "step-00000002")
+    saved(decoder(kv_heads=1), tmp_path / "run" / "checkpoints" / "step-00000001")
+    with LLM.load(tmp_path / "run") as llm:
+        ours, tokens = page.load(tmp_path / "run"), [7, 3, 31, 0, 7, 7, 12, 5, 20]
         torch.testing.assert_close(logits(ours, tokens), llm.logits(tokens), rtol=0, atol=1e-10)
         with torch.inference_mode():
             cached, _ = page.generate(ours, PROMPTS, steps=12)
@@ -54,8 +53,8 @@ def test_the_page_equals_kvad(tie: bool, head_dim: int, kv_heads: int) -> None:
 
 
 @torch.inference_mode()
-def test_cached_equals_uncached() -> None:
-    for model in (page.tiny(), of(decoder())):
+def test_cached_equals_uncached(tmp_path: Path) -> None:
+    for model in (page.tiny(), page.load(saved(decoder(), tmp_path / "model"))):
         (cached, a), (uncached, b) = (run(model, PROMPTS, 16) for run in (page.generate, page.without_cache))
         assert cached == uncached
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
@@ -111,6 +110,26 @@ def test_a_broken_page_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -
     assert not math.isclose(float((a - b).abs().max()), 0, abs_tol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("model", "odd"),
+    [
+        pytest.param(decoder(norm_place="post"), "'post'", id="post-norm"),
+        pytest.param(build(model_config("rope-partial", "pre", "gqa")), "0.5", id="partial rotation"),
+        pytest.param(build(model_config("alibi", "pre", "gqa")), "'alibi'", id="alibi"),
+        pytest.param(build(model_config("rope", "pre", "window")), "7", id="window"),
+        pytest.param(build(model_config("rope", "pre", "mha")), "mixer.q.bias", id="bias"),
+        pytest.param(build(model_config("rope", "pre", "sinks")), "mixer.sink_logits", id="sinks"),
+        pytest.param(build(model_config("learned", "pre", "gqa")), "embed.positions.weight", id="learned"),
+        pytest.param(build(model_config("sinusoidal", "pre", "gqa")), "'sinusoidal'", id="sinusoidal"),
+        pytest.param(build(model_config("rope", "sandwich", "gqa")), "'sandwich'", id="sandwich"),
+    ],
+)
+def test_the_page_refuses_what_it_does_not_do(model: Transformer, odd: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as refused:
+        page.load(saved(model, tmp_path / "model"))
+    assert odd in str(refused.value)
+
+
 def test_the_page_imports_no_kvad_and_is_one_page() -> None:
     text = (ROOT / "examples" / "cache.py").read_text(encoding="utf-8")
     imported = {
@@ -119,7 +138,7 @@ def test_the_page_imports_no_kvad_and_is_one_page() -> None:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
     }
-    assert imported == {"json", "pathlib", "safetensors", "sys", "torch", "typing"}
+    assert imported == {"json", "pathlib", "safetensors", "sys", "torch"}
     assert len(text.splitlines()) <= 160
 
 

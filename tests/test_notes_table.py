@@ -179,11 +179,11 @@ def defined(path: Path) -> frozenset[str]:
 
 @cache
 def commands() -> frozenset[str]:
-    """The words that may follow ``kvad``: every string of the command line's table, read without importing it."""
-    tree = ast.parse((ROOT / COMMANDS).read_text(encoding="utf-8"))
-    return frozenset(
-        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    )
+    """The words that may follow ``kvad``: the keys of the command line's table, read without importing it."""
+    for node in ast.parse((ROOT / COMMANDS).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "COMMANDS" and node.value is not None:
+            return frozenset(ast.literal_eval(node.value))
+    raise AssertionError(f"{COMMANDS} has no COMMANDS")
 
 
 def problem(pointer: str) -> str | None:

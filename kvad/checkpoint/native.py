@@ -39,7 +39,7 @@ from kvad.model.transformer import Transformer
 from kvad.text.base import FILE_NAME as TOKENIZER
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Checkpoint", "Tensors", "Training", "load", "load_model", "save", "save_step"]
+__all__ = ["Checkpoint", "Tensors", "Training", "check_tensors", "load", "load_model", "save", "save_step"]
 
 FORMAT = 1
 DTYPES = {
@@ -225,7 +225,7 @@ def load_model(
     checkpoint = load(folder, verify=verify)
     with torch.device("meta"):
         model = Transformer(checkpoint.config)
-    _check_tensors(checkpoint.tensors, {name: tuple(meta.shape) for name, meta in model.state_dict().items()})
+    check_tensors(checkpoint.tensors, {name: tuple(meta.shape) for name, meta in model.state_dict().items()})
     loaded = {}
     for name, tensor in checkpoint.tensors.items():
         stored_only = target is None and tensor.dtype == torch.float16 and torch.device(device).type == "cpu"
@@ -279,7 +279,7 @@ def _others(path: Path) -> str:
     return f"an older one is {others[-1]}" if others else "copy it again"
 
 
-def _check_tensors(found: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(found: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
     for name, shape in wanted.items():
         if name not in found:
             raise CheckpointError(f"{found.path}: tensor {name} {list(shape)} is missing")

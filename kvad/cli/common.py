@@ -21,7 +21,7 @@ from kvad.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["console", "emit_json", "format_bytes", "json_option", "model_argument", "parse_bytes"]
+__all__ = ["console", "emit_json", "format_bytes", "json_line", "json_option", "model_argument", "parse_bytes"]
 
 # Whether the folder is a checkpoint is for kvad.checkpoint to say: it names what is missing.
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
@@ -43,7 +43,12 @@ def emit_json(result: object) -> None:
 
     Dataclasses and NamedTuples become objects, paths become strings, NaN and infinities become null (JSON has none).
     """
-    click.echo(json.dumps(_plain(result), ensure_ascii=False, allow_nan=False))
+    click.echo(json_line(result))
+
+
+def json_line(result: object) -> str:
+    """What :func:`emit_json` prints, without its newline."""
+    return json.dumps(_plain(result), ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: object) -> object:

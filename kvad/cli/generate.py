@@ -6,7 +6,7 @@ after another, each under its label: the first that is not finished appears as i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,7 @@ Prompt = str | list[int]
 @click.option("--stats", is_flag=True, help="Speed, and what the cache did, on stderr.")
 @click.option("--stream/--no-stream", default=True, help="Print tokens as they come [default], or all at the end.")
 @json_option
-@click.pass_context
-def generate(ctx: click.Context, model: Path, prompt: tuple[str, ...], **options: Any) -> None:
+def generate(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
     """Continue each PROMPT.  `-` reads one from standard input, exactly as it is, its last newline too; an empty one
     begins with the token that opens every document.
 
@@ -70,7 +69,7 @@ def generate(ctx: click.Context, model: Path, prompt: tuple[str, ...], **options
             _tell(llm, answers, options, meter.stats() if options["stats"] else None)
     if stop.asked:
         click.echo("kvad: interrupted", err=True)
-        ctx.exit(130)
+        click.get_current_context().exit(130)
 
 
 def _read(text: str, ids: bool) -> Prompt:
@@ -148,7 +147,7 @@ def _collect(
                 return
 
 
-def _pieces(llm: LLM, prompts: Sequence[list[int]], sampling: Sampling) -> Iterator[tuple[int, Piece]]:
+def _pieces(llm: LLM, prompts: Sequence[list[int]], sampling: Sampling) -> Generator[tuple[int, Piece], None, None]:
     """(prompt's number, piece) of all prompts in turn, so that they share the engine's steps."""
     live = {number: llm.stream(tokens, sampling) for number, tokens in enumerate(prompts)}
     try:
@@ -161,7 +160,7 @@ def _pieces(llm: LLM, prompts: Sequence[list[int]], sampling: Sampling) -> Itera
                     yield number, piece
     finally:
         for stream in live.values():
-            stream.close()  # type: ignore[attr-defined]  # a generator's: cancels what is left
+            stream.close()
 
 
 Key = tuple[int, int]  # (prompt, sample)
@@ -174,7 +173,7 @@ class _Printer:
         self._llm, self._answers, self._echo = llm, answers, echo
         self._order = [(number, i) for number, answer in enumerate(answers) for i in range(len(answer.samples))]
         self._labelled = len(self._order) > 1
-        self._held: dict[Key, str] = {key: "" for key in self._order}
+        self._held: dict[Key, str] = dict.fromkeys(self._order, "")
         self._ended: set[Key] = set()
         self._open = False
 
@@ -257,7 +256,12 @@ def _piece(llm: LLM, token: int) -> str:
 def _as_json(llm: LLM, model: Path, answers: Sequence[_Answer], stats: RunStats | None, interrupted: bool) -> object:
     def scores(found: Sequence[TokenScore]) -> list[object]:
         return [
-            {"token": s.token, "text": _piece(llm, s.token), "logprob": s.logprob, "top": [list(pair) for pair in s.top]}
+            {
+                "token": s.token,
+                "text": _piece(llm, s.token),
+                "logprob": s.logprob,
+                "top": [list(pair) for pair in s.top],
+            }
             for s in found
         ]
 

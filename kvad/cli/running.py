@@ -6,6 +6,7 @@ No torch until a model is opened.
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -63,7 +64,7 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
 
 def read_stdin() -> str:
     """All of standard input, as it is.  DataError names the first byte that is not UTF-8."""
-    raw = click.get_binary_stream("stdin").read()
+    raw = sys.stdin.buffer.read()
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -206,12 +207,12 @@ class Meter:
 def stats_lines(stats: RunStats) -> list[str]:
     return [
         f"prompt     {stats.prompt_tokens} tokens, {stats.cached_tokens} of them from the prefix cache",
-        f"generated  {stats.completion_tokens} tokens in {stats.seconds:.3f} s ({stats.steps} steps): "
-        f"{stats.tokens_per_second:.1f} tokens/s, the first after {1e3 * stats.first_token:.1f} ms",
+        f"generated  {stats.completion_tokens} tokens in {stats.seconds:.3f} s, {stats.steps} steps",
+        f"speed      {stats.tokens_per_second:.1f} tokens/s, the first token after {1e3 * stats.first_token:.1f} ms",
         f"per token  {stats.model_ms:.2f} ms in the model, {stats.engine_ms:.3f} ms in the engine",
         *(f"cache      {line}" for line in cache_lines(stats.cache)),
-        f"prefix     {stats.prefix_hits} hits, {stats.prefix_misses} misses; "
-        f"{stats.preemptions} preemptions, {stats.evictions} evictions",
+        f"prefix     {stats.prefix_hits} hits, {stats.prefix_misses} misses",
+        f"pressure   {stats.preemptions} preemptions, {stats.evictions} evictions",
     ]
 
 

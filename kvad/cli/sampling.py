@@ -71,7 +71,7 @@ def read_sampling(options: Mapping[str, Any]) -> Sampling:
 def _biases(pairs: Sequence[str]) -> dict[int, float]:
     biases = {}
     for pair in pairs:
-        token, equals, value = pair.partition("=")
+        token, _, value = pair.partition("=")
         try:
             biases[int(token)] = float(value)
         except ValueError:

@@ -84,7 +84,6 @@ class Engine:
         self.times = StepTimes()
         self._limit, self._next = limit, 0
         self._texts: dict[tuple[int, int], _Text] = {}
-        self._usage: dict[int, Usage] = {}
 
     def submit(self, tokens: Sequence[int], sampling: Sampling, *, salt: str = "") -> int:
         """Queue a prompt and return the request's number.  RequestError names what cannot be served.
@@ -96,7 +95,7 @@ class Engine:
             raise RequestError("stop strings need a tokenizer, and this model came without one", "use stop_tokens")
         request = self._next
         root, stops = self._root(tokens, sampling, salt), self._stops(sampling)
-        self._usage[request] = self.scheduler.add(request, tokens, sampling, root, stop_tokens=stops)
+        self.scheduler.add(request, tokens, sampling, root, stop_tokens=stops)
         self._next += 1
         if self.tokenizer is not None:
             for number in range(sampling.n):
@@ -124,16 +123,12 @@ class Engine:
         return pieces
 
     def usage(self, request: int) -> Usage:
-        """What a request used, kept up to date while it runs; asking after its end forgets it."""
-        usage = self._usage[request]
-        if usage.finished is not None:
-            del self._usage[request]
-        return usage
+        """What a request used, kept up to date while it runs and for a while after its end."""
+        return self.scheduler.usage(request)
 
     def cancel(self, request: int) -> None:
         """End a request now; its rows are released before the next step."""
         self.scheduler.cancel(request)
-        self._usage.pop(request, None)
         for key in [key for key in self._texts if key[0] == request]:
             del self._texts[key]
 

@@ -18,10 +18,10 @@ import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvad.cache.ledger import Ledger, Placed
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
+from kvad.engine.row import DONE, RUNNING, WAITING, Plan, Request, Row, Usage, Work
 from kvad.errors import ConfigError, RequestError
 from kvad.step import Lane
 
@@ -29,107 +29,6 @@ __all__ = ["Plan", "Row", "Scheduler", "SchedulerStats", "Usage", "Work"]
 
 SHORT_READ = 64  # slots; rows that read less are not told apart: one more lane would cost more than the reading
 KEPT_USAGES = 4096  # of ended requests, the latest
-WAITING, RUNNING, DONE = "waiting", "running", "done"
-
-
-class Usage:
-    """What one request has used so far.  ``cached``: prompt tokens of sample 0 that a prefix hit made free.
-    Times are the scheduler's clock, in seconds: arrived, first seated, first token, last sample finished."""
-
-    __slots__ = ("admitted", "arrived", "cached", "completion", "finished", "first_token", "preemptions", "prompt")
-
-    def __init__(self, prompt: int, arrived: float) -> None:
-        self.prompt = prompt
-        self.completion = self.cached = self.preemptions = 0
-        self.arrived = arrived
-        self.admitted: float | None = None
-        self.first_token: float | None = None
-        self.finished: float | None = None
-
-
-class Row:
-    """One sample of one request.  ``tokens``: prompt and generated; ``computed``: how many are in the cache."""
-
-    __slots__ = (
-        "computed",
-        "group",
-        "limit",
-        "order",
-        "prompt_len",
-        "request",
-        "sample",
-        "sampling",
-        "scored",
-        "scores",
-        "seat",
-        "state",
-        "stop_tokens",
-        "tokens",
-        "width",
-    )
-
-    def __init__(self, group: _Request, sample: int, tokens: list[int], limit: int) -> None:
-        self.group = group
-        self.request = group.id
-        self.sample = sample
-        self.sampling = group.sampling
-        self.stop_tokens = group.stop_tokens
-        self.order = (group.arrival, sample)
-        self.tokens = tokens
-        self.prompt_len = len(tokens)
-        self.limit = limit  # tokens, prompt included, that this row may reach
-        self.computed = 0
-        self.seat = -1
-        self.state = WAITING
-        self.scored = 0  # prompt positions whose successor has been scored
-        self.scores: list[TokenScore] = []
-        self.width = 0  # read bucket: at most this many slots
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - self.prompt_len
-
-    @property
-    def wants_prompt(self) -> bool:
-        return self.sample == 0 and self.sampling.prompt_logprobs is not None
-
-
-class _Request:
-    __slots__ = ("arrival", "id", "root", "rows", "sampling", "stop_tokens", "usage")
-
-    def __init__(
-        self, number: int, arrival: int, sampling: Sampling, root: bytes, stop_tokens: frozenset[int], usage: Usage
-    ) -> None:
-        self.id = number
-        self.arrival = arrival
-        self.sampling = sampling
-        self.root = root
-        self.stop_tokens = stop_tokens
-        self.usage = usage
-        self.rows: list[Row] = []
-
-
-class Work(NamedTuple):
-    """One row's part of a step: its tokens at positions ``start .. start + count - 1``.
-
-    ``wanted``: offsets in the span whose logits are needed; ``samples``: the last of them is sampled.  The others
-    score the token that follows: for prompt log-probabilities, and at the end of every span, so that no block is
-    published before finite logits behind it have been seen.
-    """
-
-    row: Row
-    start: int
-    count: int  # type: ignore[assignment]  # hides tuple.count
-    wanted: range
-    samples: bool
-
-
-class Plan(NamedTuple):
-    """``work`` in flat order (that of the lanes), placed."""
-
-    work: tuple[Work, ...]
-    lanes: tuple[Lane, ...]
-    placed: Placed
 
 
 @dataclass(frozen=True)
@@ -168,7 +67,7 @@ class Scheduler:
         self._clock = clock
         self._seats = list(range(rows))  # free ones, a heap: the lowest first
         self._num_seats = rows
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
         self._ended: dict[int, Usage] = {}
         self._running: list[Row] = []  # oldest first, like _waiting
         self._waiting: list[Row] = []
@@ -200,7 +99,7 @@ class Scheduler:
         limit = self._row_limit(prompt, sampling)
         usage = Usage(len(prompt), self._clock())
         stops = stop_tokens | frozenset(sampling.stop_tokens)
-        request = _Request(request_id, self._arrivals, sampling, root, stops, usage)
+        request = Request(request_id, self._arrivals, sampling, root, stops, usage)
         self._arrivals += 1
         self._requests[request_id] = request
         for sample in range(sampling.n):

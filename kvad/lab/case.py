@@ -17,11 +17,13 @@ from kvad.step import Mark, Reach
 
 __all__ = ["Case", "Differs", "World", "differs"]
 
+GROSS = 1e3  # times the largest element: nothing but an overflow
+
 
 @dataclass(frozen=True)
 class World:
     """What every case is held against.  ``close``: how far from the judge's largest element is still equal;
-    ``stored``: the precision that was promised; ``only_first_layer``: look at its keys and values alone."""
+    ``stored``: the precision that was promised; ``lossy``: forgive what follows from rounding to it."""
 
     model: Transformer
     streams: Sequence[Stream]
@@ -30,7 +32,7 @@ class World:
     books: Books
     close: float
     stored: torch.dtype
-    only_first_layer: bool
+    lossy: bool
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Case:
     def __init__(self, world: World, call: Call, row: Told) -> None:
         self.world, self.call, self.row = world, call, row
         self.memory, self.close = world.memory, world.close
+        if world.lossy:
+            self.close = max(self.close, 2 * torch.finfo(world.stored).eps) if call.layer == 0 else GROSS
         self.judge = world.judge[row.key][call.layer]
         seen, r = row.seen, row.lane_row
         self.q, self.k, self.v = seen.q[r], seen.k[r], seen.v[r]
@@ -79,19 +83,17 @@ class Case:
     def first_difference(self) -> tuple[str, int, float] | None:
         """(what, the query's position, how much), or None."""
         new, start = slice(self.row.start, self.row.start + self.row.num_new), self.row.start
-        first = [("q", self._at_query(self.q, self.judge.q[new], 0))]
-        if self.world.only_first_layer:
-            first = []
-        for what, differs in (
-            *first,
-            ("k", self._wrong(self.k, self.judge.k)),
-            ("v", self._wrong(self.v, self.judge.v)),
-        ):
-            if differs is not None:
-                return what, differs.at if what == "q" else self._first_reader(differs.at), differs.size
-        if self.world.only_first_layer:
+        if not self.world.lossy:
+            query = self._at_query(self.q, self.judge.q[new])
+            if query is not None:
+                return "q", query.at, query.size
+        for what, have, true in (("k", self.k, self.judge.k), ("v", self.v, self.judge.v)):
+            found = differs(have[:, self.places], true[:, self.meant], self.close, 1)
+            if found is not None:
+                return what, self._first_reader(found.at), found.size
+        if self.world.lossy:
             return None
-        out = self._at_query(self.out, self.judge.out[new], 0)
+        out = self._at_query(self.out, self.judge.out[new])
         if out is not None:
             return "the attention output", out.at, out.size
         if not bool((self.visible() == self.allowed).all()) or self.missing() is not None:
@@ -99,15 +101,13 @@ class Case:
             return "the set of visible keys", start + int(wrong.int().argmax()), 0.0
         return None
 
-    def _at_query(self, have: Tensor, true: Tensor, dim: int) -> Differs | None:
-        found = differs(have, true, self.close, dim)
+    def _at_query(self, have: Tensor, true: Tensor) -> Differs | None:
+        """[L, H, D] both; ``at`` becomes a position."""
+        found = differs(have, true, self.close, 0)
         return None if found is None else Differs(found.at + self.row.start, found.size)
 
-    def _wrong(self, have: Tensor, true: Tensor) -> Differs | None:
-        """have [K, S, D], true [K, T, D]: the first visible place whose contents differ; ``at`` is an index in S'."""
-        return differs(have[:, self.places], true[:, self.meant], self.close, 1)
-
     def _first_reader(self, place: int) -> int:
+        """The first query that may see S'[place]."""
         return self.row.start + int(self.allowed[:, self.places[place]].int().argmax())
 
     def visible(self) -> Tensor:

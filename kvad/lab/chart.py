@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 __all__ = ["MARKS", "chart"]
 
@@ -25,7 +26,7 @@ def chart(series: Mapping[str, Points], *, x: str, y: str, width: int = 60, heig
     grid = [[" "] * width for _ in range(height)]
     for mark, line in zip(MARKS, series.values(), strict=False):
         cells = [(across.cell(a), up.cell(b)) for a, b in line]
-        for one, two in zip(cells, cells[1:], strict=False):
+        for one, two in pairwise(cells):
             _dots(grid, one, two)
         for column, row in cells:
             grid[height - 1 - row][column] = mark
@@ -44,7 +45,7 @@ class _Axis:
         return round((self.cells - 1) * math.log(value / self.low) / math.log(self.high / self.low))
 
     def value(self, cell: int) -> float:
-        return self.low * (self.high / self.low) ** (cell / max(1, self.cells - 1))
+        return self.low * math.exp(math.log(self.high / self.low) * cell / max(1, self.cells - 1))
 
 
 def _dots(grid: list[list[str]], one: tuple[int, int], two: tuple[int, int]) -> None:

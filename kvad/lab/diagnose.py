@@ -39,13 +39,14 @@ def diagnose(
     build: BuildMemory,
     *,
     squeezes: int = 0,
-    only_first_layer: bool = False,
+    lossy: bool = False,
 ) -> Finding | None:
     """The first difference of ``build``'s memory from ``model`` without one, named; None where there is none.
 
-    ``only_first_layer``: what a half precision may excuse: layer 0's keys and values, to within their rounding.
+    ``lossy``: only what a half precision does not excuse: layer 0's keys and values beyond their rounding, and gross
+    ones (an overflow) further up, where rounding has spread.
     """
-    inspector = _Inspector(model, config, streams, build, only_first_layer)
+    inspector = _Inspector(model, config, streams, build, lossy)
     try:
         replay(model, config, streams, squeezes=squeezes, make=inspector.make, watch=inspector.enter, keep=False)
     except _Found as found:
@@ -71,10 +72,10 @@ class _Inspector:
         config: CacheConfig,
         streams: Sequence[Stream],
         build: BuildMemory,
-        only_first_layer: bool,
+        lossy: bool,
     ) -> None:
         self.model, self.config, self.streams, self.build = model, config, streams, build
-        self.only_first_layer = only_first_layer
+        self.lossy = lossy
         self.judge: Mapping[Key, list[Layer]] = {
             (number, sample): judge_layers(model, stream, sample)
             for number, stream in enumerate(streams)
@@ -86,10 +87,8 @@ class _Inspector:
         watched = WatchedCache(self.look)
         memory = self.build(placed, dtype, watched.probe)
         close = CLOSE[next(iter(self.judge.values()))[0].q.dtype]
-        if self.only_first_layer:
-            close = max(close, 2 * torch.finfo(dtype).eps)
         books = Books(groups(mixers(self.model.config), self.config))
-        self.world = World(self.model, self.streams, self.judge, memory, books, close, dtype, self.only_first_layer)
+        self.world = World(self.model, self.streams, self.judge, memory, books, close, dtype, self.lossy)
         return watched.hold(memory)
 
     def enter(self, plan: Plan) -> None:
@@ -97,8 +96,6 @@ class _Inspector:
         self.world.books.enter(plan)
 
     def look(self, call: Call) -> None:
-        if self.only_first_layer and call.layer:
-            return
         books = self.world.books
         group = next(number for number, g in enumerate(books.groups) if call.layer in g.layers)
         for row in told(self.plan, books, group, call.seen):

@@ -8,8 +8,8 @@ Rules (the same text is printed):
 * **exact**: exact structure, float32 or float64 stored, within the tolerance, and the same greedy token everywhere but
   at ties; a tie is a position where the judge's best two logits are closer than twice the tolerance;
 * **within tolerance**: exact structure, a half precision stored, max |dlogit| within the tolerance;
-* **lossy by design**: exact structure, a half precision stored, beyond the tolerance, and what the first layer reads is
-  the true key and value, rounded;
+* **lossy by design**: exact structure, a half precision stored, beyond the tolerance, yet what the first layer reads is
+  the true keys and values, rounded, and nothing overflows;
 * **BROKEN**: anything else.
 
 No torch here: the command line reads the names.
@@ -17,8 +17,8 @@ No torch here: the command line reads the names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["EXACT", "FAULTS", "RULES", "UNKNOWN", "Divergence", "Fault", "Finding", "MemoryReport", "Report", "Verdict"]
 
@@ -32,7 +32,7 @@ RULES = (
     "exact: exact structure, float32 or float64 stored, within the tolerance, the same greedy tokens but for ties",
     "tie: the judge's best two logits are closer than twice the tolerance",
     "within tolerance: exact structure, bfloat16 or float16 stored, within the tolerance",
-    "lossy by design: exact structure, beyond the tolerance, yet what is read is the true keys and values, rounded",
+    "lossy by design: exact structure, beyond the tolerance, yet the first layer reads the true keys and values, rounded",
 )
 
 
@@ -163,6 +163,17 @@ class Report:
     @property
     def broken(self) -> bool:
         return any(memory.verdict == "BROKEN" for memory in self.memories)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, with what follows from them: ``verdict``, ``broken``, a finding's words."""
+        plain = asdict(self)
+        for memory, shown in zip(self.memories, plain["memories"], strict=True):
+            if memory.first_divergence is not None:
+                shown["first_divergence"] = memory.first_divergence._asdict()
+            if memory.finding is not None:
+                words = {"causes": memory.finding.causes, "sentence": memory.finding.sentence()}
+                shown["finding"] = {**memory.finding._asdict(), **words}
+        return {"verdict": self.verdict(), "broken": self.broken, **plain}
 
     def verdict(self) -> str:
         """``exact (paged float32, contiguous float32), within tolerance (...)``, the worst last."""

@@ -39,11 +39,8 @@ SHIFTS = tuple(d for d in range(-16, 17) if d)
 ROUNDED = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# ------------------------------------------------------------ hypotheses, in order
-
-
 def explain(case: Case) -> tuple[str, str]:
-    """(fault, evidence)."""
+    """(the name of the fault that explains the case's first difference, the evidence in words)."""
     tests = (
         _host,
         _marked_elsewhere,
@@ -58,6 +55,9 @@ def explain(case: Case) -> tuple[str, str]:
         if found is not None:
             return found
     return UNKNOWN, "no test explains it"
+
+
+# ------------------------------------------------------------ 1, 2, 3: the host, the marks, the query
 
 
 def _host(case: Case) -> tuple[str, str] | None:
@@ -80,32 +80,35 @@ def _marked_elsewhere(case: Case) -> tuple[str, str] | None:
 
 
 def _other_query(case: Case) -> tuple[str, str] | None:
-    new = slice(case.row.start, case.row.start + case.row.num_new)
-    if differs(case.q, case.judge.q[new], case.close, 0) is None:
+    true = case.judge.q[case.new]
+    wrong = [i for i in range(len(true)) if differs(case.q[i], true[i], case.close, 0) is not None]
+    if not wrong:
         return None
-    given = case.call.q[case.row.place : case.row.place + case.row.num_new]
-    if differs(given, case.judge.raw_q[new], case.close, 0) is not None:
-        return _embedded_elsewhere(case, given)
-    rotary = _rotary(case, case.new)
+    given = case.call.q[case.row.place : case.row.place + case.row.num_new][wrong]
+    have, raw, positions = case.q[wrong], case.judge.raw_q[case.new[wrong]], case.new[wrong]
+    if differs(given, raw, case.close, 0) is not None:
+        return _embedded_elsewhere(case, given, wrong)
+    rotary = _rotary(case, positions)
     if rotary is None:
         return UNKNOWN, "the model gave the right queries, the memory attends with others"
-    shift = _turned_by_shift(case, case.judge.raw_q[new], case.q, case.new, rotary)
+    shift = _turned_by_shift(case, raw, have, positions, rotary)
     if shift is not None:
         return "position", f"queries are turned as at position p{shift:+d}"
-    turned = _turned_otherwise(case, case.judge.raw_q[new], case.q, case.new, rotary)
+    turned = _turned_otherwise(case, raw, have, positions, rotary)
     return ("rotation", f"queries are {turned}") if turned else (UNKNOWN, "queries are turned in no known way")
 
 
-def _embedded_elsewhere(case: Case, given: Tensor) -> tuple[str, str]:
+def _embedded_elsewhere(case: Case, given: Tensor, wrong: list[int]) -> tuple[str, str]:
     """The model itself gave other queries: does it give these when its tokens stand at other positions?"""
     stream, sample = case.row.key
-    tokens = case.world.streams[stream].tokens(sample)[case.row.start : case.row.start + case.row.num_new]
+    start = case.row.start
+    tokens = case.world.streams[stream].tokens(sample)[start : start + case.row.num_new]
     if case.call.layer == 0:
-        for shift in (*SHIFTS, -case.row.start):
-            if case.row.start + shift < 0 or not shift:
+        for shift in (*SHIFTS, -start):
+            if start + shift < 0 or not shift:
                 continue
-            queries = _first_queries(case.world.model, tokens, case.row.start + shift)
-            if queries is not None and differs(given, queries, case.close, 0) is None:
+            queries = _first_queries(case.world.model, tokens, start + shift)
+            if queries is not None and differs(given, queries[wrong], case.close, 0) is None:
                 return "position", f"queries are those of tokens embedded at position p{shift:+d}"
     return UNKNOWN, "the layer was given other inputs than the judge's, though the layers before it agree"
 
@@ -340,6 +343,9 @@ def _turned_otherwise(case: Case, raw: Tensor, have: Tensor, positions: Tensor, 
         if differs(have, turned, case.close, 0) is None:
             return words
     return None
+
+
+# ------------------------------------------------------------ asking the model
 
 
 def _first_queries(model: Transformer, tokens: Sequence[int], start: int) -> Tensor | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -200,7 +201,8 @@ class _Run:
             if within:
                 return "within tolerance", None
             finding = self._diagnose(layout, dtype)
-            return ("BROKEN", finding) if finding is not None else ("lossy by design", None)
+            whole = finding is None and math.isfinite(found.max_dlogit)
+            return ("lossy by design", None) if whole else ("BROKEN", finding)
         return ("exact", None) if within else ("BROKEN", self._diagnose(layout, dtype))
 
     def _diagnose(self, layout: str, dtype: str) -> Finding | None:
@@ -210,10 +212,10 @@ class _Run:
             model = self.double if dtype == "float64" else self.single
             config = cache_config(self.config, self.streams, self.options, layout, dtype)
             build = partial(hurt_memory, self.fault)
-            half = dtype in HALVES
+            lossy = dtype in HALVES
             with hurt_model(self.fault, model):
                 self._findings[name] = diagnose(
-                    model, config, self.streams, build, squeezes=squeezes(self.options), only_first_layer=half
+                    model, config, self.streams, build, squeezes=squeezes(self.options), lossy=lossy
                 )
         return self._findings[name]
 

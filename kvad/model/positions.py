@@ -78,7 +78,7 @@ def rope_frequencies(rope: Rope, dim: int, limit: int) -> Tensor:
     if isinstance(scaling, Llama3Scaling):
         return _llama3(frequencies, scaling)
     if isinstance(scaling, YarnScaling):
-        return _yarn(frequencies, scaling, rope.theta, rotated)
+        return _yarn(theta**exponent, scaling, rope.theta, rotated)
     if isinstance(scaling, LongRopeScaling):
         factors = scaling.long if limit > scaling.original else scaling.short
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponent)
@@ -107,7 +107,10 @@ def _llama3(frequencies: Tensor, s: Llama3Scaling) -> Tensor:
     return torch.where(wavelength < short, frequencies, scaled)
 
 
-def _yarn(frequencies: Tensor, s: YarnScaling, theta: float, rotated: int) -> Tensor:
+def _yarn(powers: Tensor, s: YarnScaling, theta: float, rotated: int) -> Tensor:
+    """``powers`` = theta^(2i/D); in the order of the reference code, so that it agrees to the last bit: at position
+    100,000 the last bit of a frequency is a hundredth of a radian."""
+
     def dimension(turns: float) -> float:
         return rotated * math.log(s.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
@@ -116,8 +119,8 @@ def _yarn(frequencies: Tensor, s: YarnScaling, theta: float, rotated: int) -> Te
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotated - 1)
     width = high - low if high != low else 0.001
-    ramp = ((torch.arange(rotated // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-    return frequencies / s.factor * ramp + frequencies * (1 - ramp)
+    keep = 1 - ((torch.arange(rotated // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return 1.0 / (s.factor * powers) * (1 - keep) + 1.0 / powers * keep
 
 
 def _yarn_factor(s: YarnScaling) -> float:

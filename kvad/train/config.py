@@ -7,7 +7,8 @@ A run file has four tables::
     [tokenizer]   kind, path, vocab_size, ...                            TokenizerConfig
     [train]       steps, minutes, batch, lr, ...                         TrainConfig
 
-Unknown tables and keys are refused with the nearest known name.  Standard library only.
+Unknown tables and keys are refused with the nearest known name.  TOML has no null: in [model] the text "null" is one.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvad.train.presets import PRESETS
 
 __all__ = ["DataConfig", "RunConfig", "TokenizerConfig", "TrainConfig", "differences", "parse_assignments"]
 
+TABLES = ("model", "data", "tokenizer", "train")
 FREE = ("train.log_every", "train.eval_every", "train.save_every", "train.keep")  # may change on resume: no number does
 
 
@@ -62,7 +64,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first; one must be given.
+    """A run ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first (neither: 1,000 steps).
 
     A step is ``accumulate`` micro-batches of ``batch`` rows.  The learning rate rises over ``warmup`` steps (None: a
     tenth of the run, 100 steps at most) to ``lr`` and falls along a cosine to ``min_lr``; with ``minutes`` the cosine
@@ -106,6 +108,11 @@ class TrainConfig:
         _check(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most lr {self.lr}")
         _check_precision(self.precision, self.device)
 
+    @property
+    def last_step(self) -> int | None:
+        """None where only the clock ends the run."""
+        return 1000 if self.steps is None and self.minutes is None else self.steps
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -119,14 +126,17 @@ class RunConfig:
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> RunConfig:
         """Raises ConfigError naming the table and the key."""
-        tables = {"data": DataConfig, "tokenizer": TokenizerConfig, "train": TrainConfig}
         for name, table in content.items():
-            if name not in (*tables, "model"):
-                raise ConfigError(f"unknown table [{name}]", nearest(name, [*tables, "model"]))
+            if name not in TABLES:
+                raise ConfigError(f"unknown table [{name}]", nearest(name, TABLES))
             if not isinstance(table, Mapping):
                 raise ConfigError(f"{name}: expected a table, found {table!r}")
-        read = {name: from_dict(cls, content.get(name, {}), name) for name, cls in tables.items()}
-        return RunConfig(model=dict(content.get("model", {})), **read)  # type: ignore[arg-type]
+        return RunConfig(
+            dict(content.get("model", {})),
+            from_dict(DataConfig, content.get("data", {}), "data"),
+            from_dict(TokenizerConfig, content.get("tokenizer", {}), "tokenizer"),
+            from_dict(TrainConfig, content.get("train", {}), "train"),
+        )
 
     @staticmethod
     def load(path: Path) -> RunConfig:
@@ -139,7 +149,7 @@ class RunConfig:
 
     def resolve(self, vocab: int) -> ModelConfig:
         """The model's config, given the tokenizer's size: the preset, what differs from it, vocab and limit."""
-        table = dict(self.model)
+        table = _with_nulls(self.model)
         name = table.pop("preset", None if "decoder" in table else "small")
         dotted = table.pop("set", {})
         if name is not None and name not in PRESETS:
@@ -185,6 +195,13 @@ def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str
             found += differences(there, here, f"{dotted}.")
         elif there != here and dotted not in FREE:
             found.append(f"{dotted}: {there!r} there, {here!r} here")
+    return found
+
+
+def _with_nulls(table: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in table.items():
+        found[key] = _with_nulls(value) if isinstance(value, Mapping) else None if value == "null" else value
     return found
 
 

@@ -1,8 +1,8 @@
 """Files and folders -> documents, one per file, in a fixed order.
 
-A folder is read recursively, its files sorted by path; hidden ones are left out, and so are binary and empty ones, unless
-they were named.  A file is text if it holds no zero byte; it must be UTF-8, or ``errors="replace"`` puts U+FFFD for
-what is not.  Nothing is kept in memory but one document at a time.  Standard library only.
+A folder is read recursively, its files sorted by path; hidden ones are left out, and so are binary and empty ones,
+unless they were named.  A file is text if it begins without a zero byte; it must be UTF-8, or ``errors="replace"`` puts
+U+FFFD for what is not.  Nothing is kept in memory but one document at a time.  Standard library only.
 """
 
 from __future__ import annotations

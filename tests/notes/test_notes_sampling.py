@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvad.engine.request import Sampling
-from kvad.engine.sampler import Job, sample, temper
+from kvad.engine.sampler import Job, sample, score_tokens, temper
 
 LOGITS = [2.0, 1.0, 0.5, -1.0]
 
@@ -37,3 +37,14 @@ def test_lower_temperature_sharpens() -> None:
     p = temper(torch.tensor([LOGITS] * 5), [job(tau) for tau in taus]).softmax(-1)
     entropy = -(p * p.log()).sum(-1)
     assert bool((p[:-1, 0] > p[1:, 0]).all()) and bool((entropy[:-1] < entropy[1:]).all())
+
+
+def test_cross_entropy_with_a_one_hot_target_is_minus_log_p() -> None:
+    """002, Attention (softmax, one-hot, cross entropy); 004 section 1.1: the loss at t is -log p(w_t | w_<t)."""
+    logits, targets = np.random.RandomState(0).randn(5, 7), [3, 0, 6, 6, 1]
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    one_hot = np.eye(7)[targets]
+    cross_entropy = -(one_hot * np.log(p)).sum(axis=-1)
+    scores = score_tokens(torch.from_numpy(logits), targets, top=0)
+    assert scores is not None and [score.token for score in scores] == targets
+    np.testing.assert_allclose([-score.logprob for score in scores], cross_entropy, rtol=1e-6)

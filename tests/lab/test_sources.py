@@ -1,4 +1,4 @@
-"""The corpus that every machine has."""
+"""The text that every machine has."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pathlib import Path
 import pytest
 
 from kvad.errors import DataError
-from kvad.lab import corpus
-from kvad.lab.corpus import find_corpus
+from kvad.lab import sources
+from kvad.lab.sources import find_sources
 
 
 def test_this_python_s_own_library_is_found_in_a_fixed_order() -> None:
-    found = find_corpus()
-    assert found == find_corpus() and list(found.files) == sorted(found.files)
-    assert found.num_bytes == sum(path.stat().st_size for path in found.files) >= corpus.ENOUGH
+    found = find_sources()
+    assert found == find_sources() and list(found.files) == sorted(found.files)
+    assert found.num_bytes == sum(path.stat().st_size for path in found.files) >= sources.ENOUGH
     assert found.root == Path(sysconfig.get_path("stdlib")) and found.root / "argparse.py" in found.files
-    assert not any(part in corpus.LEFT_OUT for path in found.files for part in path.relative_to(found.root).parts)
+    assert not any(part in sources.LEFT_OUT for path in found.files for part in path.relative_to(found.root).parts)
 
 
 def test_without_sources_the_next_place_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "ENOUGH", 10)
+    monkeypatch.setattr(sources, "ENOUGH", 10)
     (tmp_path / "empty").mkdir()
     package = tmp_path / "packages" / "thing"
     package.mkdir(parents=True)
     (package / "a.py").write_text("x = 1\n" * 9)
     (package / "tests").mkdir()
     (package / "tests" / "b.py").write_text("y = 1\n" * 9)
-    found = find_corpus([("library", str(tmp_path / "empty")), ("packages", str(tmp_path / "packages"))])
+    found = find_sources([("library", str(tmp_path / "empty")), ("packages", str(tmp_path / "packages"))])
     assert (found.what, found.files) == ("packages", (package / "a.py",))
 
 
 def test_nowhere_any_source_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no Python sources.*missing.*kvad train"):
-        find_corpus([("library", str(tmp_path / "missing"))])
+        find_sources([("library", str(tmp_path / "missing"))])

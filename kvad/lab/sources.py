@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvad.errors import DataError
 
-__all__ = ["Corpus", "find_corpus"]
+__all__ = ["Sources", "find_sources"]
 
 LEFT_OUT = {
     "__pycache__",
@@ -32,7 +32,7 @@ ENOUGH = 2_000_000  # bytes: less would not keep a model busy for two minutes
 LARGEST = 200_000  # bytes: a larger file is a table more often than a program
 
 
-class Corpus(NamedTuple):
+class Sources(NamedTuple):
     """``what`` says in words where the files come from."""
 
     what: str
@@ -41,7 +41,7 @@ class Corpus(NamedTuple):
     num_bytes: int
 
 
-def find_corpus(places: Iterable[tuple[str, str]] | None = None) -> Corpus:
+def find_sources(places: Iterable[tuple[str, str]] | None = None) -> Sources:
     """The first place with enough Python sources; DataError, naming the places, where there is none.
 
     ``places``: (what, folder) in order of preference, this Python's own by default.
@@ -52,9 +52,10 @@ def find_corpus(places: Iterable[tuple[str, str]] | None = None) -> Corpus:
         files = tuple(sorted(_sources(root))) if root.is_dir() else ()
         size = sum(path.stat().st_size for path in files)
         if size >= ENOUGH:
-            return Corpus(what, root, files, size)
+            return Sources(what, root, files, size)
         tried.append(f"{root} ({size:,} bytes)")
-    raise DataError(f"no Python sources found in {', '.join(tried)}", "train on your own text: kvad train FILE --out DIR")
+    where = ", ".join(tried)
+    raise DataError(f"no Python sources found in {where}", "train on your own text: kvad train FILE --out DIR")
 
 
 def _places() -> list[tuple[str, str]]:

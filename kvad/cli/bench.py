@@ -1,0 +1,147 @@
+"""``kvad bench cache MODEL``: what the KV cache is worth, timed and counted.
+
+Numbers go to stdout, progress to stderr; ``--out`` keeps the JSON line and a figure.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvad.cli.common import emit_json, format_bytes, json_line, json_option, model_argument
+from kvad.errors import RequestError
+
+if TYPE_CHECKING:
+    from kvad.lab.bench import BenchResult
+
+__all__ = ["bench", "bench_lines"]
+
+TOKENS = (64, 128, 256, 512)
+
+
+@click.group()
+def bench() -> None:
+    """Time a model, with its cache and without."""
+
+
+@bench.command()
+@model_argument
+@click.option("--tokens", metavar="N,N,...", help="New tokens to time [default: 64,128,256,512, or what fits].")
+@click.option("--prompt", default="", help="What to continue [default: the opening token].")
+@click.option("--repeats", type=int, default=3, show_default=True, help="Every number is the median of so many runs.")
+@click.option("--out", type=click.Path(path_type=Path), help="A folder for bench-cache.jsonl and bench-cache.png.")
+@json_option
+def cache(model: Path, tokens: str | None, prompt: str, repeats: int, out: Path | None, as_json: bool) -> None:
+    """Generation with the cache, by recomputation, and with a cache grown by torch.cat, taking turns.
+
+    \b
+    kvad bench cache runs/demo
+    kvad bench cache runs/demo --tokens 64,128,256 --repeats 5 --json >> runs/bench.jsonl
+    """
+    from kvad.lab.bench import bench_cache
+    from kvad.llm import LLM
+
+    marks = None if tokens is None else _marks(tokens)
+    with LLM.load(model, rows=1) as llm:
+        if marks is None:
+            room = llm.model.config.limit - len(llm.encode(prompt))
+            marks = list(TOKENS) if room >= TOKENS[-1] else [max(1, room // part) for part in (8, 4, 2, 1)]
+            if room < TOKENS[-1]:
+                click.echo(f"kvad: the model's limit leaves room for {room} new tokens: timing {marks}", err=True)
+        result = bench_cache(llm, marks, repeats, _progress, prompt=prompt)
+    if out is not None:
+        _keep(result, out)
+    if as_json:
+        emit_json(result)
+    else:
+        click.echo("\n".join(bench_lines(result)))
+
+
+def _marks(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError as error:
+        wrong = str(error).rpartition(": ")[2]
+        raise RequestError(f"--tokens: {wrong} is not a number of tokens", "write them like 64,128,256") from None
+
+
+def _progress(curve: str, done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        click.echo(f"\r{curve:<10} {done:>6} of {total} tokens ", err=True, nl=False)
+
+
+def _keep(result: BenchResult, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "bench-cache.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json_line(result) + "\n")
+
+
+def bench_lines(result: BenchResult) -> list[str]:
+    """The result as text: what it ran on, times, what they mean, what was counted, and a chart."""
+    return [
+        f"{result.parameters:,} parameters in {result.dtype}, cache {result.layout} in {result.cache_dtype}",
+        f"{result.machine}; commit {result.commit or 'unknown'}",
+        "",
+        *_times(result),
+        "",
+        *_meaning(result),
+        "",
+        *_counts(result),
+        "",
+        _chart(result),
+    ]
+
+
+def _times(result: BenchResult) -> list[str]:
+    names = {"cache": "cache", "cat": "torch.cat", "recompute": "recompute"}
+    head = f"{'new tokens':>10}" + "".join(f"{text:>14}" for text in names.values()) + f"{'speedup':>10}"
+    rows = [
+        f"{mark:>10}"
+        + "".join(f"{result.curves[name].seconds[at]:>12.3f} s" for name in names)
+        + f"{result.speedup[at]:>9.1f}x"
+        for at, mark in enumerate(result.tokens)
+    ]
+    slopes = f"{'exponent':>10}" + "".join(f"{result.curves[name].exponent:>14.2f}" for name in names)
+    return [head, *rows, slopes]
+
+
+def _meaning(result: BenchResult) -> list[str]:
+    first, last = min(32, result.tokens[-1]), result.tokens[-1]
+    lines = [
+        f"one token, {name + ':':<11} {curve.early:8.2f} ms at token {first}, {curve.late:8.2f} ms at token {last}"
+        for name, curve in result.curves.items()
+    ]
+    return [
+        *lines,
+        f"flatness of the cache: {result.flatness:.2f} (1 = a token costs the same however long the text)",
+        f"of one step, the model takes {result.model_ms:.2f} ms and the engine {result.engine_ms:.3f} ms",
+        f"the three agree on the first {result.agree} of {last} tokens",
+    ]
+
+
+def _counts(result: BenchResult) -> list[str]:
+    """FLOPs and bytes, and document 004's section 4.7 beside what was counted."""
+    head = (
+        f"{'new tokens':>10}{'GFLOP':>10}{'recomputed':>12}{'cache read':>12}{'all bytes':>12}"
+        f"{'attention':>11}{'2N/3':>8}{'projections':>13}{'N/2':>8}"
+    )
+    rows = [
+        f"{c.tokens:>10}{c.cached.flops / 1e9:>10.2f}{c.recomputed.flops / 1e9:>12.2f}"
+        f"{format_bytes(c.cached.read):>12}{format_bytes(c.cached.bytes):>12}"
+        f"{c.gain.attention:>10.1f}x{c.formula.attention:>8.1f}{c.gain.projections:>12.1f}x{c.formula.projections:>8.1f}"
+        for c in result.counted
+    ]
+    return [head, *rows]
+
+
+def _chart(result: BenchResult) -> str:
+    from kvad.lab.chart import chart
+
+    return chart(_points(result), x="new tokens", y="seconds")
+
+
+def _points(result: BenchResult) -> dict[str, list[tuple[float, float]]]:
+    return {name: list(zip(result.tokens, curve.seconds, strict=True)) for name, curve in result.curves.items()}

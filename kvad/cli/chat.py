@@ -1,0 +1,250 @@
+"""``kvad chat MODEL``: a plain continuation chat.  There is no template: history is one growing text.
+
+What you type becomes a line of that text, and the model goes on from there.  History is kept as token ids, so that
+each turn begins with exactly the tokens of the last one and finds them in the prefix cache.  Lines from a pipe work
+like lines from a keyboard.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvad.cli.common import model_argument
+from kvad.cli.generate import note_empty
+from kvad.cli.running import (
+    Interrupt,
+    Meter,
+    RunStats,
+    cache_lines,
+    cache_options,
+    group_use,
+    open_llm,
+    stats_lines,
+)
+from kvad.cli.sampling import read_sampling, sampling_options, with_bad_words
+from kvad.errors import DataError, KvadError, RequestError, UsageError, nearest
+from kvad.text.detokenize import Detokenizer
+
+if TYPE_CHECKING:
+    from kvad.engine.request import Sampling
+    from kvad.llm import LLM
+
+__all__ = ["chat"]
+
+HELP = """\
+What you type becomes a line of the text, and the model goes on from there; end it with \\ to leave the line open.
+/stats       speed of the last reply, and what the cache did
+/kv          the cache now: blocks in use, kept for reuse and free; tokens of this chat; prefix hits
+/undo        take back the last turn
+/save FILE   write the chat as JSON
+/load FILE   go on with a saved chat
+/quit        leave (or Ctrl-D); Ctrl-C stops a reply"""
+COMMANDS = ("/help", "/stats", "/kv", "/save", "/load", "/undo", "/quit")
+FORMAT = 1
+
+
+@click.command()
+@model_argument
+@sampling_options
+@cache_options
+def chat(model: Path, **options: Any) -> None:
+    """Talk with a model: it continues one growing text.  /help lists what else can be typed.
+
+    \b
+    kvad chat runs/demo --max-tokens 64 --temperature 0.7 --stop "\\n\\n"
+    """
+    sampling = read_sampling(options)
+    with open_llm(model, options, rows=1) as llm:
+        if llm.tokenizer is None:
+            raise RequestError("this model came without a tokenizer", "kvad generate --ids speaks in token ids")
+        talk = _Chat(llm, with_bad_words(sampling, options["bad_word"], llm.tokenizer))
+        for line in _lines():
+            try:
+                if not talk.take(line):
+                    break
+            except KvadError as error:
+                _say(f"kvad: error: {error.message}" + (f"; {error.hint}" if error.hint else ""))
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _lines() -> Iterator[str]:
+    """Lines of the keyboard, with editing where readline exists, or of a pipe.  Ctrl-D ends them, Ctrl-C drops one."""
+    if not sys.stdin.isatty():
+        yield from _piped()
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  # input() edits lines once it is imported
+    _say("/help lists the commands; Ctrl-D leaves")
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            click.echo()
+            return
+        except KeyboardInterrupt:
+            _say("\n(/quit or Ctrl-D leaves)")
+
+
+def _piped() -> Iterator[str]:
+    for number, raw in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield raw.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"standard input, line {number}: not UTF-8 at byte {error.start}") from None
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What was typed (as it entered the text) and what came, as text and as ids."""
+
+    typed: str
+    typed_ids: tuple[int, ...]
+    reply: str
+    reply_ids: tuple[int, ...]
+
+
+class _Chat:
+    """The turns so far, and what every command does with them."""
+
+    def __init__(self, llm: LLM, sampling: Sampling) -> None:
+        assert llm.tokenizer is not None
+        self.llm, self.tokenizer, self.sampling = llm, llm.tokenizer, sampling
+        self.turns: list[_Turn] = []
+        self.last: RunStats | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(turn.typed + turn.reply for turn in self.turns)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for turn in self.turns for token in (*turn.typed_ids, *turn.reply_ids)]
+
+    def take(self, line: str) -> bool:
+        """One line typed; False: leave."""
+        if not line.startswith("/"):
+            self.reply(line)
+            return True
+        name, _, rest = line.partition(" ")
+        path = rest.strip()
+        if name not in COMMANDS:
+            raise UsageError(f"no such command {name}", nearest(name, COMMANDS))
+        if (name in ("/save", "/load")) != bool(path):
+            raise UsageError(f"{name} needs a file" if not path else f"{name} takes nothing after it")
+        if name == "/save":
+            self.save(Path(path))
+        elif name == "/load":
+            self.load(Path(path))
+        elif name == "/undo":
+            self.undo()
+        elif name != "/quit":
+            _say({"/help": self.help, "/stats": self.stats, "/kv": self.kv}[name]())
+        return name != "/quit"
+
+    def reply(self, line: str) -> None:
+        """Add the line to the text and let the model go on; nothing is kept of a turn that fails."""
+        typed = self._entered(line)
+        ids = tuple(self.tokenizer.encode(typed))
+        prompt = self.tokens + list(ids)
+        note_empty(self.llm, prompt)
+        meter, text, tokens = Meter(self.llm), "", list[int]()
+        with Interrupt() as stop, closing(self.llm.stream(prompt, self.sampling)) as pieces:
+            for piece in pieces:
+                meter.see(piece)
+                click.echo(piece.text, nl=False)
+                text += piece.text
+                if piece.token is not None:
+                    tokens.append(piece.token)
+                if stop.asked:
+                    break
+        click.echo()
+        self.last = meter.stats()
+        self.turns.append(_Turn(typed, ids, text, self._kept(text, tokens)))
+
+    def _kept(self, text: str, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The ids that stand for the reply: without what the end of a document or a stop string cut off."""
+        words, kept, shown = Detokenizer(self.tokenizer), list[int](), ""
+        for token in tokens:
+            if len(shown) >= len(text):
+                break
+            kept.append(token)
+            shown += words.push(token)
+        if text in (shown, shown + words.flush()):
+            return tuple(kept)
+        return tuple(self.tokenizer.encode(text))  # a stop string ended within a token
+
+    def _entered(self, line: str) -> str:
+        """The line as it enters the text: on a line of its own, unless it ends with a backslash."""
+        before = "\n" if self.text and not self.text.endswith("\n") else ""
+        return before + (line[:-1] if line.endswith("\\") else f"{line}\n" if line else "")
+
+    # ------------------------------------------------------------ commands
+
+    def help(self) -> str:
+        return HELP
+
+    def stats(self) -> str:
+        return "nothing was generated yet" if self.last is None else "\n".join(stats_lines(self.last))
+
+    def kv(self) -> str:
+        ledger = self.llm.engine.ledger.stats()
+        held = self.last.cached_tokens if self.last is not None else 0
+        return "\n".join(
+            [
+                *cache_lines(group_use(self.llm)),
+                f"this chat: {len(self.tokens)} tokens of at most {self.llm.model.config.limit}",
+                f"the last turn: {held} of its tokens were in the cache",
+                f"prefix cache: {ledger.hits} hits, {ledger.misses} misses, {ledger.hit_tokens} tokens reused in all",
+            ]
+        )
+
+    def undo(self) -> None:
+        if not self.turns:
+            raise UsageError("there is no turn to take back")
+        self.turns.pop()
+        _say(f"{len(self.turns)} turns are left")
+
+    def save(self, path: Path) -> None:
+        """JSON, written beside and renamed: what was there before stays whole if the disk refuses."""
+        from kvad.text.base import write_text
+
+        turns = [{"typed": turn.typed, "reply": turn.reply} for turn in self.turns]
+        ids = [{"typed": list(turn.typed_ids), "reply": list(turn.reply_ids)} for turn in self.turns]
+        content = {"kvad_chat": FORMAT, "tokenizer": self.tokenizer.fingerprint(), "turns": turns, "ids": ids}
+        write_text(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+        _say(f"{len(turns)} turns are in {path}")
+
+    def load(self, path: Path) -> None:
+        """Replace this chat by a saved one.  Ids of another tokenizer are made anew from the texts."""
+        try:
+            content = json.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError:
+            raise UsageError(f"{path} is not JSON") from None
+        try:
+            self.turns = self._turns(content)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise UsageError(f"{path} is not a chat that /save wrote") from None
+        _say(f"{len(self.turns)} turns, {len(self.tokens)} tokens from {path}")
+
+    def _turns(self, content: Any) -> list[_Turn]:
+        if content["kvad_chat"] != FORMAT:
+            raise ValueError
+        texts = [(str(turn["typed"]), str(turn["reply"])) for turn in content["turns"]]
+        if content["tokenizer"] == self.tokenizer.fingerprint():
+            ids = [(tuple(map(int, turn["typed"])), tuple(map(int, turn["reply"]))) for turn in content["ids"]]
+        else:
+            ids = [(tuple(self.tokenizer.encode(a)), tuple(self.tokenizer.encode(b))) for a, b in texts]
+        return [_Turn(a, c, b, d) for (a, b), (c, d) in zip(texts, ids, strict=True)]

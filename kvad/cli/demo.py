@@ -1,0 +1,200 @@
+"""``kvad demo`` (``make run``): train a small model on text that every machine has, sing from its cache, prove the cache.
+
+Corpus, training, a streamed completion, ``verify``, ``bench cache``, and what to do next: each part is the command of
+that name, called as a function.  Everything is kept in ``--out``: the model, ``demo.json``, two figures.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvad.cli.common import console, emit_json, format_bytes, json_option
+from kvad.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvad.lab.bench import BenchResult
+    from kvad.lab.findings import Report
+    from kvad.llm import LLM
+    from kvad.train.reports import Outcome
+
+__all__ = ["demo"]
+
+RESULT = "demo.json"
+CONTEXT, LIMIT = 256, 1024  # tokens of a training row; tokens of the longest row that the model may hold
+MARKS = (64, 128, 256, 512)
+PROMPT = "def "
+
+
+@click.command()
+@click.option("--minutes", type=float, default=2.0, show_default=True, help="How long to train.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the weights, the data's order, the sample.")
+@click.option("--repeats", type=int, default=2, show_default=True, help="Of every timing.")
+@json_option
+@click.pass_context
+def demo(ctx: click.Context, minutes: float, out: Path, seed: int, repeats: int, as_json: bool) -> None:
+    """Train a small model, generate from its KV cache, prove the cache, and show what it saves.
+
+    \b
+    kvad demo
+    kvad demo --minutes 0.5 --out runs/quick
+    """
+    _check_free(out)
+    page = _Page(as_json)
+    began = time.perf_counter()
+    outcome = _train(page, minutes, out, seed)
+    if outcome.reason == "interrupted":
+        page.say(f"stopped; the model of step {outcome.step} is in {out}")
+        ctx.exit(130)
+    from kvad.llm import LLM
+
+    with LLM.load(out, rows=4) as llm:
+        completion = _sing(page, llm, seed)
+        report = _prove(page, llm)
+        bench = _time(page, llm, repeats, out)
+    result = _result(outcome, completion, report, bench, time.perf_counter() - began)
+    (out / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    page.title("next")
+    page.say(_next_steps(out))
+    if as_json:
+        emit_json(result)
+    if report.broken:
+        ctx.exit(1)
+
+
+def _check_free(out: Path) -> None:
+    """A run that the demo did not make is somebody's work: it is not written over."""
+    if (out / "checkpoints").exists() and not (out / RESULT).exists():
+        raise UsageError(f"{out} holds a run that the demo did not make", "choose another folder: --out runs/mine")
+
+
+@dataclass
+class _Page:
+    """Text goes to stdout, or to stderr where stdout is for JSON."""
+
+    to_stderr: bool
+
+    def say(self, text: str = "", *, end: str = "\n") -> None:
+        click.echo(text, nl=end == "\n", err=self.to_stderr)
+
+    def title(self, text: str) -> None:
+        self.say()
+        self.say(click.style(f"— {text} —", bold=True))
+
+
+def _train(page: _Page, minutes: float, out: Path, seed: int) -> Outcome:
+    from kvad.lab.sources import find_sources
+    from kvad.train.config import DataConfig, RunConfig, TrainConfig
+    from kvad.train.job import train
+    from kvad.train.progress import progress_on
+
+    sources = find_sources()
+    page.title("train")
+    page.say(f"corpus: {sources.what} ({sources.root}): {len(sources.files)} files, {format_bytes(sources.num_bytes)}")
+    config = RunConfig(
+        model={"preset": "small", "limit": LIMIT},
+        data=DataConfig(context=CONTEXT, errors="replace"),
+        train=TrainConfig(minutes=minutes, batch=8, lr=3e-3, min_lr=1e-4, eval_every=100, eval_tokens=16384, seed=seed),
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RESULT).write_text("{}\n", encoding="utf-8")  # from here on the folder is the demo's
+    progress = progress_on(console())
+    try:
+        outcome = train(config, sources.files, out, overwrite=True, callbacks=[progress])
+    finally:
+        progress.close()
+    page.say(
+        f"{outcome.step} steps, {outcome.tokens:,} tokens in {outcome.elapsed:.0f} s: loss {outcome.loss:.3f}, "
+        f"validation loss {outcome.val_loss:.3f}"
+    )
+    _loss_curve(out)
+    return outcome
+
+
+def _loss_curve(out: Path) -> None:
+    from kvad.lab.plot import plot_metrics
+
+    for path in plot_metrics(out):
+        click.echo(f"curve: {path}", err=True)
+
+
+def _sing(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:
+    page.title(f"{PROMPT!r} continued, from the paged cache")
+    page.say(PROMPT, end="")
+    began, tokens, text = time.perf_counter(), 0, ""
+    for piece in llm.stream(PROMPT, max_tokens=160, temperature=0.7, top_p=0.95, seed=seed, min_tokens=80):
+        tokens += piece.token is not None
+        text += piece.text
+        page.say(piece.text, end="")
+    seconds = time.perf_counter() - began
+    stats = llm.engine.ledger.stats()
+    page.say()
+    page.say(f"({tokens} tokens, {tokens / seconds:.0f} tokens/s; {stats.evictable[0]} blocks kept for whoever says it again)")
+    return {"prompt": PROMPT, "text": text, "tokens": tokens, "seconds": seconds}
+
+
+def _prove(page: _Page, llm: LLM) -> Report:
+    from kvad.lab.scenario import Options, prompts_of
+    from kvad.lab.verify import verify
+
+    page.title("does the cache change anything?  (kvad verify)")
+    options = Options()
+    report = verify(llm.model, prompts_of(llm.model.config, options, llm.tokenizer), options)
+    for memory in report.memories:
+        page.say(
+            f"{memory.layout + ' ' + memory.dtype:<22} max |dlogit| {memory.max_dlogit:.1e}  "
+            f"greedy {memory.agree}/{memory.compared}  {memory.verdict}"
+        )
+    page.say(f"verdict: {report.verdict()}")
+    return report
+
+
+def _time(page: _Page, llm: LLM, repeats: int, out: Path) -> BenchResult:
+    from kvad.cli.bench import bench_lines, keep
+    from kvad.lab.bench import bench_cache
+
+    page.title("what does it save?  (kvad bench cache)")
+    result = bench_cache(llm, MARKS, repeats)
+    page.say("\n".join(bench_lines(result)))
+    for path in keep(result, out):
+        click.echo(f"figure: {path}", err=True)
+    return result
+
+
+def _result(
+    outcome: Outcome, completion: dict[str, Any], report: Report, bench: BenchResult, seconds: float
+) -> dict[str, Any]:
+    return {
+        "steps": outcome.step,
+        "tokens": outcome.tokens,
+        "train_seconds": outcome.elapsed,
+        "loss": outcome.loss,
+        "val_loss": outcome.val_loss,
+        "completion": completion,
+        "verdict": report.verdict(),
+        "exact": not report.broken,
+        "speedup": dict(zip(map(str, bench.tokens), bench.speedup, strict=True)),
+        "flatness": bench.flatness,
+        "engine_ms": bench.engine_ms,
+        "model_ms": bench.model_ms,
+        "seconds": seconds,
+    }
+
+
+def _next_steps(out: Path) -> str:
+    return "\n".join(
+        [
+            f"  kvad generate {out} 'class ' --stats          continue your own text",
+            f"  kvad chat {out}                               talk to it (/kv shows the cache)",
+            f"  kvad verify {out} --break mask                break the cache on purpose: verify names the fault",
+            f"  kvad plan {out} --context 4096 --rows 8       how much memory would that take?",
+            f"  kvad inspect {out} --attention 'def f(x):'    look at a head",
+            "  kvad train FILES --out runs/mine              train on your own text",
+        ]
+    )

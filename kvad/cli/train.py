@@ -1,0 +1,189 @@
+"""``kvad train``: flags and a run file become a RunConfig; training itself is ``kvad.train.job``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvad.cli.common import console, emit_json, json_option
+from kvad.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from kvad.train.config import RunConfig
+    from kvad.train.reports import Outcome
+
+__all__ = ["train"]
+
+KINDS = ("bpe", "byte", "char", "word")
+
+# flag -> where its value goes in a run file
+PLACES = {
+    "preset": "model.preset",
+    "context": "data.context",
+    "suffixes": "data.suffixes",
+    "errors": "data.errors",
+    "validation": "data.validation",
+    "vocab_size": "tokenizer.vocab_size",
+    "batch": "train.batch",
+    "accumulate": "train.accumulate",
+    "steps": "train.steps",
+    "minutes": "train.minutes",
+    "lr": "train.lr",
+    "min_lr": "train.min_lr",
+    "warmup": "train.warmup",
+    "seed": "train.seed",
+    "precision": "train.precision",
+    "device": "train.device",
+    "eval_every": "train.eval_every",
+    "save_every": "train.save_every",
+}
+
+
+@click.command()
+@click.argument("corpus", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The run's folder.")
+@click.option("--config", "run_file", type=click.Path(path_type=Path), help="A run file (TOML); flags go before it.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a key of the model's config.")
+@click.option("--preset", help="Model shape: tiny, small, medium, base.  [default: small]")
+@click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load.  [default: bpe]")
+@click.option("--vocab-size", type=int, help="Ceiling of the vocabulary.  [default: 4096]")
+@click.option("--context", type=int, help="Tokens of a training row.  [default: 256]")
+@click.option(
+    "--suffix", "suffixes", multiple=True, metavar=".EXT", help="Which files of a folder.  [default: all text]"
+)
+@click.option("--errors", type=click.Choice(["strict", "replace"]), help="Bytes that are not UTF-8.  [default: strict]")
+@click.option("--validation", type=float, help="Share of the corpus that is held out.  [default: 0.1]")
+@click.option("--batch", type=int, help="Rows of a micro-batch.  [default: 16]")
+@click.option("--accumulate", type=int, help="Micro-batches of an optimizer step.  [default: 1]")
+@click.option("--steps", type=int, help="Optimizer steps.  [default: 1000, if no --minutes]")
+@click.option("--minutes", type=float, help="Minutes of training; the learning rate follows the clock.")
+@click.option("--lr", type=float, help="Highest learning rate.  [default: 1e-3]")
+@click.option("--min-lr", type=float, help="Last learning rate.  [default: 1e-4]")
+@click.option("--warmup", type=int, help="Steps of warmup.  [default: a tenth, at most 100]")
+@click.option("--seed", type=int, help="Of weights, split and order.  [default: 0]")
+@click.option("--precision", type=click.Choice(["auto", "fp32", "bf16", "fp16"]), help="[default: auto]")
+@click.option("--device", help="[default: cpu]")
+@click.option("--eval-every", type=int, help="Steps between evaluations.  [default: 250]")
+@click.option("--save-every", type=int, help="Steps between checkpoints.  [default: 500]")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint of --out, to the bit.")
+@click.option("--overwrite", is_flag=True, help="Let a run that --out holds give way.")
+@json_option
+def train(
+    corpus: tuple[Path, ...],
+    out: Path,
+    run_file: Path | None,
+    assignments: tuple[str, ...],
+    tokenizer: str | None,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Train a model on text files and folders.
+
+    Every file is a document.  Ctrl-C saves and says how to go on; so does SIGTERM.  The run's folder holds its
+    checkpoints, metrics.jsonl, and the loss curve as PNG and SVG (where matplotlib is installed).
+
+    \b
+    kvad train book.txt --out runs/book --tokenizer char --preset tiny --steps 2000
+    kvad train src/ docs/ --suffix .py --suffix .md --out runs/code --minutes 30
+    kvad train corpus/ --config runs/mine.toml --out runs/mine --set decoder.layers=4
+    kvad train --resume --out runs/mine
+    """
+    from kvad.train import job
+    from kvad.train.config import RunConfig, read_toml
+    from kvad.train.progress import progress_on
+
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite contradict each other")
+    table: dict[str, Any] = {}
+    if run_file is not None:
+        table = read_toml(run_file)
+    elif resume:
+        table = job.stored_run(out)[0].to_dict()
+    config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
+    progress = progress_on(console())
+    try:
+        if resume:
+            outcome = job.resume(out, config=config, corpus=corpus, callbacks=[progress])
+        else:
+            outcome = job.train(config, corpus, out, overwrite=overwrite, callbacks=[progress])
+    finally:
+        progress.close()
+    figures = _draw(out)
+    _say(outcome, config, out, figures, as_json)
+    if outcome.reason == "interrupted":
+        click.get_current_context().exit(130)
+
+
+def _with_flags(
+    table: Mapping[str, Any], flags: Mapping[str, Any], tokenizer: str | None, assignments: Iterable[str]
+) -> dict[str, Any]:
+    """A run file's tables with the flags that were given put in."""
+    merged = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
+
+    def put(place: str, value: object) -> None:
+        name, _, key = place.partition(".")
+        inner = merged.setdefault(name, {})
+        if isinstance(inner, dict):  # what is no table is refused by RunConfig, by name
+            inner[key] = value
+
+    for flag, value in flags.items():
+        if value is not None and value != ():
+            put(PLACES[flag], list(value) if isinstance(value, tuple) else value)
+    if tokenizer is not None:
+        _check_tokenizer(tokenizer)
+        put(*(("tokenizer.kind", tokenizer) if tokenizer in KINDS else ("tokenizer.path", tokenizer)))
+    if chosen := _assigned(assignments):
+        earlier = merged.get("model", {})
+        put("model.set", {**(earlier.get("set", {}) if isinstance(earlier, dict) else {}), **chosen})
+    return merged
+
+
+def _check_tokenizer(tokenizer: str) -> None:
+    if tokenizer not in KINDS and not Path(tokenizer).exists():
+        raise UsageError(f"--tokenizer {tokenizer!r} is neither a kind nor a file", nearest(tokenizer, KINDS))
+
+
+def _assigned(assignments: Iterable[str]) -> dict[str, Any]:
+    from kvad.train.config import parse_assignments
+
+    pairs = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set {assignment!r} is not KEY=VALUE", "as in --set decoder.layers=4")
+        pairs[key] = value
+    return parse_assignments(pairs)
+
+
+def _draw(out: Path) -> list[Path]:
+    """The loss curve; nothing where matplotlib is not installed, or nothing was logged yet."""
+    from kvad.lab.plot import plot_metrics
+
+    try:
+        return plot_metrics(out)
+    except ModuleNotFoundError:
+        click.echo("kvad: no loss curve: pip install 'kvad[plot]' draws it", err=True)
+        return []
+
+
+def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as_json: bool) -> None:
+    if as_json:
+        emit_json({**dataclasses.asdict(outcome), "out": out, "figures": figures, "config": config.to_dict()})
+    losses = [
+        f"{name} {value:.4f}"
+        for name, value in (("loss", outcome.loss), ("validation", outcome.val_loss))
+        if value is not None
+    ]
+    click.echo(
+        f"{outcome.step:,} steps, {outcome.tokens:,} tokens in {outcome.elapsed:.0f} s: {', '.join(losses)}", err=True
+    )
+    if outcome.reason == "interrupted":
+        click.echo(f"stopped, and saved. Go on with:  kvad train --resume --out {out}", err=True)
+    else:
+        click.echo(f"next:  kvad generate {out}", err=True)

@@ -1,0 +1,202 @@
+"""``kvad verify MODEL``: every memory against the model without one; exit code 1 when one is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvad.cli.common import console, emit_json, json_option, model_argument
+from kvad.errors import RequestError, UsageError, nearest
+from kvad.lab.findings import FAULTS, UNKNOWN, MemoryReport, Report
+
+if TYPE_CHECKING:
+    from kvad.config import ModelConfig
+    from kvad.lab.scenario import Options
+    from kvad.text.tokenizer import Tokenizer
+
+__all__ = ["verify"]
+
+LAYOUTS = ("paged", "contiguous")
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+BREAKS = tuple(name for name in FAULTS if name != UNKNOWN)
+HEADINGS = ("memory", "max |dlogit|", "tolerance", "float64 twin", "KL mean", "KL max", "greedy", "verdict")
+
+
+def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
+    """The names of a list with commas between, each once; UsageError offers the nearest for an unknown one."""
+    known = LAYOUTS if param.name == "layouts" else DTYPES
+    names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
+    for name in names:
+        if name not in known:
+            raise click.BadParameter(f"{name!r} is not known; {nearest(name, known)}", param=param)
+    return names
+
+
+@click.command()
+@model_argument
+@click.option("--layout", "layouts", callback=_names, default=",".join(LAYOUTS), show_default=True)
+@click.option("--dtype", "dtypes", callback=_names, default=",".join(DTYPES), show_default=True)
+@click.option("--rows", type=int, help="Ragged rows, beside a forked and a prefix-sharing one.  [default: 5]")
+@click.option("--chunk", type=int, default=32, show_default=True, help="Tokens of a prompt in one step, at most.")
+@click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
+@click.option("--tokens", type=int, default=32, show_default=True, help="Tokens generated after every prompt.")
+@click.option("--preempt/--no-preempt", default=True, show_default=True, help="Preempt rows and compute them again.")
+@click.option("--prefix-hit/--no-prefix-hit", default=True, show_default=True, help="Let a row share another's prefix.")
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A row's prompt; again for more rows.")
+@click.option("--break", "fault", metavar="FAULT", help=f"Verify a broken memory: {', '.join(BREAKS)}.")
+@json_option
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    model: Path,
+    layouts: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    rows: int | None,
+    chunk: int,
+    block_size: int,
+    tokens: int,
+    preempt: bool,
+    prefix_hit: bool,
+    prompts: tuple[str, ...],
+    fault: str | None,
+    as_json: bool,
+) -> None:
+    """Prove that the cache changes nothing.
+
+    The same rows run through the model without a cache and through every memory: ragged, in chunks, preempted,
+    resumed, forked, on a shared prefix.  Exit code 1 when a memory is broken; then the first difference is named,
+    and what usually causes it.
+
+    \b
+    kvad verify runs/demo
+    kvad verify runs/demo --break mask
+    """
+    if fault is not None and fault not in BREAKS:
+        raise UsageError(f"--break: no fault is called {fault!r}", nearest(fault, BREAKS))
+    if prompts and rows is not None and rows != len(prompts):
+        raise UsageError(f"--rows {rows}, but {len(prompts)} prompts", "leave --rows out: every --prompt is a row")
+    _check_positive({"--rows": rows, "--chunk": chunk, "--block-size": block_size, "--tokens": tokens})
+    from kvad.checkpoint.native import load_model
+    from kvad.lab.verify import Options
+    from kvad.lab.verify import verify as hold_against_the_judge
+
+    options = Options(layouts, dtypes, rows or len(prompts) or 5, chunk, block_size, tokens, preempt, prefix_hit)
+    loaded, checkpoint = load_model(model)
+    ids = _prompts(loaded.config, options, checkpoint.tokenizer, prompts)
+    with console().status("verifying") as status:
+        report = hold_against_the_judge(
+            loaded, ids, options, fault=fault, progress=lambda what: status.update(f"verifying: {what}")
+        )
+    if as_json:
+        emit_json({"model": str(model), **report.to_dict()})
+    else:
+        _print(report)
+    if report.broken:
+        ctx.exit(1)
+
+
+def _check_positive(values: dict[str, int | None]) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{name}: must be at least 1, found {value}")
+
+
+def _prompts(
+    config: ModelConfig, options: Options, tokenizer: Tokenizer | None, texts: tuple[str, ...]
+) -> list[list[int]]:
+    from kvad.lab.scenario import prompts_of
+
+    if not texts:
+        return prompts_of(config, options, tokenizer)
+    if tokenizer is None:
+        raise RequestError("this model came without a tokenizer", "leave --prompt out: random tokens will do")
+    return [tokenizer.encode(text) for text in texts]
+
+
+# ---------------------------------------------------------------- the page
+
+
+def _print(report: Report) -> None:
+    lengths = ", ".join(map(str, report.rows))
+    click.echo(f"judge      the model without a cache: {len(report.rows)} rows of {lengths} tokens, ", nl=False)
+    click.echo(f"largest |logit| {report.logit_scale:.3g}")
+    for number, rule in enumerate(report.rules):
+        click.echo(f"{'rules' if number == 0 else '':11}{rule}")
+    if report.injected is not None:
+        click.echo(f"injected   {report.injected}: {FAULTS[report.injected].what}")
+    for layout in dict.fromkeys(memory.layout for memory in report.memories):
+        happened = next(memory.happened for memory in report.memories if memory.layout == layout)
+        click.echo(f"{layout:11}{_happened(happened)}")
+    for note in report.notes:
+        click.echo(f"note       {note}")
+    click.echo()
+    _print_table([HEADINGS, *map(_cells, report.memories)])
+    click.echo()
+    for memory in report.memories:
+        _print_details(memory)
+    _print_findings(report)
+    click.echo(f"verdict: {report.verdict()}")
+
+
+def _happened(counts: dict[str, int]) -> str:
+    words = {
+        "rows": "rows",
+        "steps": "steps",
+        "tokens": "tokens computed",
+        "chunks": "partial prompt chunks",
+        "mixed": "steps of prefill and decode together",
+        "preemptions": "preemptions",
+        "recomputed": "tokens recomputed",
+        "hit_tokens": "tokens from prefix hits",
+        "forks": "forked samples",
+    }
+    return ", ".join(f"{counts[name]} {word}" for name, word in words.items())
+
+
+def _cells(memory: MemoryReport) -> tuple[str, ...]:
+    return (
+        f"{memory.layout} {memory.dtype}",
+        f"{memory.max_dlogit:.2e}",
+        f"{memory.tolerance:.2e}",
+        f"{memory.structure:.2e}",
+        f"{memory.kl_mean:.2e}",
+        f"{memory.kl_max:.2e}",
+        f"{memory.agree}/{memory.compared}",
+        memory.verdict,
+    )
+
+
+def _print_table(lines: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        first, *middle, last = line
+        cells = [first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(middle, widths[1:-1], strict=True)), last]
+        click.echo("  ".join(cells))
+
+
+def _print_details(memory: MemoryReport) -> None:
+    first = memory.first_divergence
+    if first is not None:
+        many = memory.compared - memory.agree
+        sample = f" (sample {first.sample})" if first.sample else ""
+        click.echo(
+            f"{memory.layout} {memory.dtype}: {many} greedy token{'s' * (many > 1)} differ{'s' * (many == 1)}, "
+            f"{memory.ties} by a tie; first row {first.row}{sample}, position {first.position}: token {first.memory} "
+            f"for the judge's {first.judge}, whose lead is {first.gap:.2e}{' (a tie)' if first.tie else ''}"
+        )
+
+
+def _print_findings(report: Report) -> None:
+    """Each finding once, with the memories that it explains."""
+    broken = [memory for memory in report.memories if memory.verdict == "BROKEN"]
+    for finding in dict.fromkeys(memory.finding for memory in broken):
+        names = ", ".join(f"{m.layout} {m.dtype}" for m in broken if m.finding == finding)
+        click.echo(f"BROKEN     {names}")
+        if finding is None:
+            click.echo("           no layer's attention differs: look at what follows it (norms, MLP, head)")
+        else:
+            click.echo(f"fault      {finding.sentence()}")
+            click.echo(f"usually    {finding.causes}")

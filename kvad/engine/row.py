@@ -1,0 +1,116 @@
+"""What the scheduler keeps of a request (:class:`Request`), of each of its samples (:class:`Row`), and a step's plan.
+
+Plain values; the scheduler alone changes them.  Integers only: no torch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvad.cache.ledger import Placed
+from kvad.engine.request import Sampling, TokenScore
+from kvad.step import Lane
+
+__all__ = ["DONE", "RUNNING", "WAITING", "Plan", "Request", "Row", "Usage", "Work"]
+
+WAITING, RUNNING, DONE = "waiting", "running", "done"
+
+
+class Usage:
+    """What one request has used so far.  ``cached``: prompt tokens of sample 0 that a prefix hit made free.
+    Times are the scheduler's clock, in seconds: arrived, first seated, first token, last sample finished."""
+
+    __slots__ = ("admitted", "arrived", "cached", "completion", "finished", "first_token", "preemptions", "prompt")
+
+    def __init__(self, prompt: int, arrived: float) -> None:
+        self.prompt = prompt
+        self.completion = self.cached = self.preemptions = 0
+        self.arrived = arrived
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.finished: float | None = None
+
+
+class Row:
+    """One sample of one request.  ``tokens``: prompt and generated; ``computed``: how many are in the cache."""
+
+    __slots__ = (
+        "computed",
+        "group",
+        "limit",
+        "order",
+        "prompt_len",
+        "request",
+        "sample",
+        "sampling",
+        "scored",
+        "scores",
+        "seat",
+        "state",
+        "stop_tokens",
+        "tokens",
+        "width",
+    )
+
+    def __init__(self, group: Request, sample: int, tokens: list[int], limit: int) -> None:
+        self.group = group
+        self.request = group.id
+        self.sample = sample
+        self.sampling = group.sampling
+        self.stop_tokens = group.stop_tokens
+        self.order = (group.arrival, sample)
+        self.tokens = tokens
+        self.prompt_len = len(tokens)
+        self.limit = limit  # tokens, prompt included, that this row may reach
+        self.computed = 0
+        self.seat = -1
+        self.state = WAITING
+        self.scored = 0  # prompt positions whose successor has been scored
+        self.scores: list[TokenScore] = []
+        self.width = 0  # read bucket: at most this many slots
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def wants_prompt(self) -> bool:
+        return self.sample == 0 and self.sampling.prompt_logprobs is not None
+
+
+class Request:
+    __slots__ = ("arrival", "id", "root", "rows", "sampling", "stop_tokens", "usage")
+
+    def __init__(
+        self, number: int, arrival: int, sampling: Sampling, root: bytes, stop_tokens: frozenset[int], usage: Usage
+    ) -> None:
+        self.id = number
+        self.arrival = arrival
+        self.sampling = sampling
+        self.root = root
+        self.stop_tokens = stop_tokens
+        self.usage = usage
+        self.rows: list[Row] = []
+
+
+class Work(NamedTuple):
+    """One row's part of a step: its tokens at positions ``start .. start + count - 1``.
+
+    ``wanted``: offsets in the span whose logits are needed; ``samples``: the last of them is sampled.  The others
+    score the token that follows: for prompt log-probabilities, and at the end of every span, so that no block is
+    published before finite logits behind it have been seen.
+    """
+
+    row: Row
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+    wanted: range
+    samples: bool
+
+
+class Plan(NamedTuple):
+    """``work`` in flat order (that of the lanes), placed."""
+
+    work: tuple[Work, ...]
+    lanes: tuple[Lane, ...]
+    placed: Placed

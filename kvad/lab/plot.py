@@ -1,0 +1,171 @@
+"""Numbers -> figures: named series of points become PNG, SVG or PDF, the file's ending decides which.
+
+A figure is a function of its numbers: no clock and no random identifier goes into the file, so that a curve in
+``docs/`` changes only when its numbers do.  matplotlib (the ``plot`` extra) is imported when something is drawn, and
+without its global state.  No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvad.errors import DataError, SaveError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Series", "draw", "draw_loss", "plot_metrics", "read_lines", "series_of"]
+
+ENDINGS = (".png", ".svg", ".pdf")
+RC = {"svg.fonttype": "none", "svg.hashsalt": "kvad", "font.size": 9.0, "axes.spines.top": False}
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named curve; ``dots`` marks its points (few ones, as of a bench), ``faint`` draws it thin (raw loss)."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    dots: bool = False
+    faint: bool = False
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; a last line that was cut short is left out.  Raises DataError."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except FileNotFoundError as error:
+        raise DataError(f"no such file: {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            content = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
+        if isinstance(content, dict):
+            found.append(content)
+    return found
+
+
+def series_of(
+    lines: Sequence[Mapping[str, Any]], x: str, y: Sequence[str], *, by: str | None = None, name: str = ""
+) -> list[Series]:
+    """One series per key of ``y``, and per value of ``by`` where it is given; lines without both keys are passed over.
+
+    Raises UsageError for a key that no line has, with the nearest one.
+    """
+    known = {key for line in lines for key, value in line.items() if _is_number(value)}
+    for key in (x, *y):
+        if key not in known:
+            raise UsageError(f"no line has a number under {key!r}", nearest(key, known))
+    groups: list[str | None] = [None]
+    if by is not None:
+        groups = list(dict.fromkeys(str(line[by]) for line in lines if by in line))
+        if not groups:
+            raise UsageError(f"no line has {by!r}", nearest(by, {key for line in lines for key in line}))
+    found = []
+    for group in groups:
+        mine = [line for line in lines if by is None or str(line.get(by)) == group]
+        for key in y:
+            points = sorted(
+                (float(line[x]), float(line[key]))
+                for line in mine
+                if _is_number(line.get(x)) and _is_number(line.get(key))
+            )
+            label = " ".join(part for part in (name, group, key if group is None or len(y) > 1 else "") if part)
+            if points:
+                found.append(Series(label, [p[0] for p in points], [p[1] for p in points], dots=len(points) <= 32))
+    return found
+
+
+def draw(
+    series: Sequence[Series],
+    out: Sequence[Path],
+    *,
+    title: str = "",
+    x_label: str = "",
+    y_label: str = "",
+    log_x: bool = False,
+    log_y: bool = False,
+) -> list[Path]:
+    """Draw the curves into every file of ``out``.
+
+    Raises UsageError for an ending that is none of ENDINGS, SaveError if the disk refuses, ModuleNotFoundError where
+    matplotlib is not installed.
+    """
+    for path in out:
+        if path.suffix not in ENDINGS:
+            raise UsageError(f"{path}: figures end in {', '.join(ENDINGS)}")
+    if not any(len(one.x) for one in series):
+        raise DataError("there is nothing to draw")
+    import matplotlib as mpl
+
+    with mpl.rc_context(RC):  # type: ignore[arg-type]
+        figure = _figure(series, title, x_label, y_label, log_x, log_y)
+        for path in out:
+            _write(figure, path)
+    return list(out)
+
+
+def draw_loss(metrics: Path, out: Sequence[Path], *, title: str = "") -> list[Path]:
+    """The loss curves of a training run's ``metrics.jsonl``; ``[]`` where no step was logged yet."""
+    lines = read_lines(metrics) if metrics.exists() else []
+    steps = [line for line in lines if line.get("kind") == "step"]
+    evals = [line for line in lines if line.get("kind") == "eval"]
+    if not steps:
+        return []
+    raw = Series("training", [s["step"] for s in steps], [s["loss"] for s in steps], faint=True)
+    held = Series("validation", [e["step"] for e in evals], [e["val_loss"] for e in evals], dots=True)
+    last = f"validation {evals[-1]['val_loss']:.3f} after {evals[-1]['step']:,} steps" if evals else ""
+    return draw([raw, held], out, title=title or last, x_label="step", y_label="loss (nats per token)")
+
+
+def plot_metrics(run: Path) -> list[Path]:
+    """``loss.png`` and ``loss.svg`` of a run folder; ``[]`` where no step was logged yet.  Raises as :func:`draw`."""
+    return draw_loss(run / "metrics.jsonl", [run / "loss.png", run / "loss.svg"])
+
+
+def _figure(series: Sequence[Series], title: str, x_label: str, y_label: str, log_x: bool, log_y: bool) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for one in series:
+        if len(one.x):
+            marker = "o" if one.dots else ""
+            width, alpha = (0.8, 0.6) if one.faint else (1.6, 1.0)
+            axes.plot(one.x, one.y, label=one.name, marker=marker, markersize=3, linewidth=width, alpha=alpha)
+    if log_x:
+        axes.set_xscale("log", base=2)
+    if log_y:
+        axes.set_yscale("log")
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.25, linewidth=0.5)
+    if any(one.name for one in series):
+        axes.legend(frameon=False)
+    return figure
+
+
+def _write(figure: Figure, path: Path) -> None:
+    undated: dict[str, dict[str, str | None]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120, metadata=undated.get(path.suffix))
+    except OSError as error:
+        raise SaveError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

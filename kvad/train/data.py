@@ -1,0 +1,178 @@
+"""Token stores -> packed Steps: who is trained on what, in an order that integers alone decide.
+
+**Packing.**  A split is a circle of documents, each opened by the separator.  A row is ``context`` consecutive tokens
+of the circle; its targets are the tokens one further on::
+
+    row        <sep> a1 a2 a3 <sep> b1 b2          target     a1 a2 a3 <sep> b1 b2 b3
+    position       0  1  2  3     0  1  2          document    0  0  0     0  1  1  1
+
+So p(first word | separator) is learned, and so is the end of a document: the target of its last token is the separator.
+No target crosses into the next document's text: the token after a separator is predicted from the separator alone, as
+documents do not see each other (``Step.documents``) and positions restart.  A row that begins inside a document starts
+at position 0 there.  Where a split had to cut a document in two, no target reaches over the cut.
+
+**Order.**  Which rows a step takes is a function of (seed, step): nothing to save but the step.  ``epochs``: every
+epoch cuts the circle into rows at a fresh offset and takes them in a fresh order; ``windows``: every row starts at
+random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvad.errors import DataError
+from kvad.step import Lane, Step
+from kvad.train.store import Ints, TokenStore
+
+__all__ = ["Batch", "Order", "Split", "batch_of", "evaluation_rows", "split"]
+
+MANY_DOCUMENTS = 10  # from here on whole documents are held out
+
+
+class Batch(NamedTuple):
+    """``step.wanted`` [N] are the positions that have a target; ``targets`` [N]."""
+
+    step: Step
+    targets: Tensor
+
+
+class Split:
+    """Documents, or parts of them, as one circular stream of tokens.
+
+    ``spans`` [n, 2]: first and last + 1 in the store, each within one document.
+    """
+
+    def __init__(self, store: TokenStore, spans: Ints) -> None:
+        self.store, self._begin = store, spans[:, 0]
+        self._starts: Ints = np.concatenate(([0], np.cumsum(spans[:, 1] - spans[:, 0])))
+        self._opened = np.isin(spans[:, 0], store.offsets)
+        self._ended = np.isin(spans[:, 1], store.offsets)
+        self.num_documents = len(spans)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, starts: Ints, length: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """tokens, positions, documents and targets, each [rows, length]; target -1 = none.
+
+        The document number counts within the row, from 0.
+        """
+        at = (starts[:, None] + np.arange(length + 1)) % len(self)
+        span = np.searchsorted(self._starts, at, side="right") - 1
+        tokens = self.store.take(self._begin[span] + at - self._starts[span])
+        first = at == self._starts[span]
+        crossing = first[:, 1:] & ~(self._ended[span[:, :-1]] & self._opened[span[:, 1:]])
+        targets = np.where(crossing, -1, tokens[:, 1:])
+        first = first[:, :-1]
+        column = np.arange(length)
+        begun = np.maximum.accumulate(np.where(first, column, 0), axis=1)
+        documents = np.cumsum(first & (column > 0), axis=1)
+        return tokens[:, :-1], column - begun, documents, targets
+
+
+def batch_of(rows: Split, starts: Ints, length: int, device: torch.device | str = "cpu") -> Batch:
+    """The rows that begin at ``starts``, as one Step; without ``documents`` where no row has a boundary."""
+    tokens, positions, documents, targets = (torch.from_numpy(a.reshape(-1)) for a in rows.rows(starts, length))
+    wanted = (targets >= 0).nonzero().view(-1)
+    step = Step(
+        tokens=tokens.to(device),
+        positions=positions.to(device),
+        lanes=(Lane(len(starts), length, length),),
+        wanted=wanted.to(device),
+        documents=documents.to(device) if bool(documents.any()) else None,
+        limits=torch.full_like(tokens, length).to(device),
+    )
+    return Batch(step, targets[wanted].to(device))
+
+
+class Order:
+    """Which rows a step takes."""
+
+    def __init__(self, kind: str, num_tokens: int, context: int, num_rows: int, seed: int) -> None:
+        """``num_rows``: rows of one optimizer step.  Raises DataError if the split is shorter than one row."""
+        if num_tokens < context + 1:
+            raise DataError(
+                f"the corpus is too short: {num_tokens} tokens to train on, and a row of {context} needs {context + 1}",
+                "use more text or a smaller --context",
+            )
+        self._kind, self._num_tokens, self._context = kind, num_tokens, context
+        self._num_rows, self._seed = num_rows, seed
+        self.rows_per_epoch = num_tokens // context
+        self._epoch, self._starts = -1, np.empty(0, np.int64)
+
+    def starts(self, step: int) -> Ints:
+        """Where the rows of optimizer step ``step`` (from 0) begin, [num_rows]."""
+        if self._kind == "windows":
+            return _random(self._seed, step).integers(0, self._num_tokens - self._context, self._num_rows)
+        rows = np.arange(step * self._num_rows, (step + 1) * self._num_rows)
+        epochs = rows // self.rows_per_epoch
+        starts = np.empty(self._num_rows, np.int64)
+        for epoch in np.unique(epochs):
+            mine = epochs == epoch
+            starts[mine] = self._of_epoch(int(epoch))[rows[mine] % self.rows_per_epoch]
+        return starts
+
+    def _of_epoch(self, epoch: int) -> Ints:
+        if epoch != self._epoch:
+            random = _random(self._seed, epoch)
+            offset = random.integers(0, self._num_tokens)
+            self._epoch = epoch
+            self._starts = (offset + random.permutation(self.rows_per_epoch) * self._context) % self._num_tokens
+        return self._starts
+
+
+def _random(seed: int, number: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
+
+
+def split(store: TokenStore, validation: float, seed: int) -> tuple[Split, Split]:
+    """Training and validation.  With MANY_DOCUMENTS whole documents are drawn until their share is reached; with
+    fewer, or where no draw comes near it, the stream is cut at the place.
+
+    Raises DataError where nothing is left for one of them.
+    """
+    spans = np.stack((store.offsets[:-1], store.offsets[1:]), axis=1)
+    wanted = store.num_tokens * validation
+    held = _draw(spans[:, 1] - spans[:, 0], wanted, seed) if len(spans) >= MANY_DOCUMENTS else None
+    if held is not None:
+        return Split(store, spans[~held]), Split(store, spans[held])
+    cut = store.num_tokens - int(wanted)
+    if not 1 < cut < store.num_tokens - 1:
+        raise DataError(
+            f"the corpus is too short: {store.num_tokens} tokens cannot be split into training and validation",
+            "use more text",
+        )
+    before = np.minimum(spans, cut)
+    after = np.maximum(spans, cut)
+    return Split(store, before[before[:, 0] < before[:, 1]]), Split(store, after[after[:, 0] < after[:, 1]])
+
+
+def _draw(lengths: Ints, wanted: float, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+    held, left = np.zeros(len(lengths), bool), wanted
+    for document in np.random.Generator(np.random.PCG64(seed)).permutation(len(lengths)):
+        if lengths[document] <= left:
+            held[document] = True
+            left -= lengths[document]
+    return held if left < wanted / 2 else None
+
+
+def evaluation_rows(rows: Split, context: int, tokens: int, batch: int) -> Iterator[tuple[Ints, int]]:
+    """(starts, length) of batches that cover a split once, or ``tokens`` of it, evenly spread (0 = all).
+
+    Rows do not overlap; a last, shorter one takes what is left.
+    """
+    length = min(context, len(rows) - 1)
+    starts = np.arange(0, len(rows) - length, length)
+    if 0 < tokens < len(starts) * length:
+        chosen = max(1, tokens // length)
+        starts = starts[np.arange(chosen) * len(starts) // chosen]
+    for low in range(0, len(starts), batch):
+        yield starts[low : low + batch], length
+    rest = (len(rows) - 1) % length
+    if rest and (tokens == 0 or tokens >= len(rows) - 1):
+        yield np.array([len(rows) - 1 - rest]), rest

@@ -1,0 +1,234 @@
+"""From text files to a trained model: everything around the loop.
+
+    from kvad.train.config import RunConfig, TrainConfig
+    from kvad.train.job import train
+    outcome = train(RunConfig(train=TrainConfig(minutes=2)), [Path("corpus")], Path("runs/x"), callbacks=[...])
+
+A run folder holds ``checkpoints/step-N/`` (each a whole checkpoint), ``data/`` (the tokens) and ``metrics.jsonl``.
+``LLM.load("runs/x")`` works from the first save on, at any moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvad.checkpoint.folder import TRAINING, locate, read_json, steps_of
+from kvad.checkpoint.native import Checkpoint, Training, check_tensors, load, save_step
+from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.model.transformer import Transformer
+from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from kvad.train.config import RunConfig, differences
+from kvad.train.corpus import Corpus, open_corpus
+from kvad.train.data import split
+from kvad.train.metrics import MetricsFile
+from kvad.train.optim import make_optimizer, optimizer_tensors, restore_optimizer
+from kvad.train.reports import Callback, Outcome
+from kvad.train.store import TokenStore, changed_sources, open_store, store_key
+from kvad.train.trainer import State, Trainer
+
+__all__ = ["METRICS", "resume", "stored_run", "train"]
+
+METRICS = "metrics.jsonl"
+Clock = Callable[[], float]
+
+
+def train(
+    config: RunConfig,
+    corpus: Sequence[Path],
+    out: Path,
+    *,
+    overwrite: bool = False,
+    callbacks: Sequence[Callback] = (),
+    clock: Clock = time.monotonic,
+) -> Outcome:
+    """Train a new model on text files and folders.
+
+    ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).  Raises
+    DataError, ConfigError, TokenizerError before anything is trained; SaveError, with the last checkpoint whole.
+    """
+    replaces = steps_of(out)
+    if replaces and not overwrite:
+        raise UsageError(
+            f"{out} already holds a run ({replaces[-1].name})", "go on with --resume, or choose another --out"
+        )
+    tell = _teller(callbacks)
+    texts = _open_corpus(config, corpus, tell)
+    tokenizer = _make_tokenizer(config, texts, tell)
+    model_config = config.resolve(tokenizer.vocab_size)
+    store = _open_store(out, texts, tokenizer, tell)
+    _check_device(config.train.device)
+    torch.manual_seed(config.train.seed)
+    model = Transformer(model_config).to(config.train.device)
+    run = _Run(config, corpus, out, model, tokenizer, store, replaces)
+    return run.fit(State(), None, callbacks, clock)
+
+
+def resume(
+    out: Path,
+    *,
+    config: RunConfig | None = None,
+    corpus: Sequence[Path] = (),
+    callbacks: Sequence[Callback] = (),
+    clock: Clock = time.monotonic,
+) -> Outcome:
+    """Go on from the newest checkpoint of a run; to the bit where steps limit it (see ``trainer.py``).
+
+    ``config`` and ``corpus``: None and () are the run's own; given, they must be the same but for how often is
+    logged, evaluated and saved.  Raises ConfigError naming what differs, CheckpointError where there is no run.
+    """
+    stored, paths = stored_run(out)
+    checkpoint = load(out)
+    state, tokenizer = checkpoint.training, checkpoint.tokenizer
+    assert state is not None and tokenizer is not None, "stored_run has looked"
+    config, corpus = config or stored, corpus or paths
+    _check_same(stored, config, checkpoint, tokenizer)
+    tell = _teller(callbacks)
+    texts = _open_corpus(config, corpus, tell)
+    if store_key(texts, tokenizer) != state.state["data"]:
+        changed = ", ".join(changed_sources(out / "data", texts)[:3])
+        raise ConfigError(f"cannot resume {out}: its corpus has changed{': ' + changed if changed else ''}")
+    store = _open_store(out, texts, tokenizer, tell)
+    if state.state.get("threads") != torch.get_num_threads():
+        tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")
+    torch.manual_seed(config.train.seed)
+    model = Transformer(checkpoint.config)
+    check_tensors(checkpoint.tensors, {name: tuple(t.shape) for name, t in model.state_dict().items()})
+    model.load_state_dict(checkpoint.tensors)  # copied: training must never write into a mapped file
+    run = _Run(config, corpus, out, model.to(config.train.device), tokenizer, store, [])
+    return run.fit(State(**state.state["progress"]), state, callbacks, clock)
+
+
+def stored_run(out: Path) -> tuple[RunConfig, list[Path]]:
+    """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
+    path = locate(out)
+    if not (path / TRAINING).is_dir():
+        raise CheckpointError(f"{path} holds a model but no training state", "only a run of kvad train can go on")
+    state = read_json(path / TRAINING / "state.json")
+    try:
+        return RunConfig.from_dict(state["run"]), [Path(name) for name in state["corpus"]]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path / TRAINING / 'state.json'}: no {error}") from error
+
+
+class _Run:
+    """One run's parts, and how they become a checkpoint."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Sequence[Path],
+        out: Path,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        store: TokenStore,
+        replaces: Sequence[Path],
+    ) -> None:
+        self.config, self.out, self.model, self.tokenizer, self.store = config, out, model, tokenizer, store
+        self.corpus = [str(path.resolve()) for path in corpus]
+        self.optimizer = make_optimizer(model, config.train)
+        self.replaces = list(replaces)
+
+    def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
+        train = self.config.train
+        if stored is not None:
+            restore_optimizer(self.model, self.optimizer, stored.tensors)
+            torch.set_rng_state(stored.tensors["rng"])
+        training, validation = split(self.store, self.config.data.validation, train.seed)
+        metrics = MetricsFile(self.out / METRICS, train.log_every)
+        heard = [metrics, *callbacks]
+        trainer = Trainer(
+            self.model, self.optimizer, training, validation, self.config.data, train, state, self._save, heard, clock
+        )
+        try:
+            return trainer.fit()
+        finally:
+            metrics.close()
+
+    def _save(self, state: State) -> Path:
+        tensors = {**optimizer_tensors(self.model, self.optimizer), "rng": torch.get_rng_state()}
+        content: dict[str, Any] = {
+            "run": self.config.to_dict(),
+            "corpus": self.corpus,
+            "data": self.store.fingerprint,
+            "progress": dataclasses.asdict(state),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+        path = save_step(
+            self.out,
+            state.step,
+            self.model.config,
+            self.model.state_dict(),
+            self.tokenizer,
+            Training(tensors, content),
+            keep=self.config.train.keep,
+            replaces=self.replaces,
+        )
+        self.replaces = []
+        return path
+
+
+def _open_corpus(config: RunConfig, paths: Sequence[Path], tell: Callable[[str], None]) -> Corpus:
+    texts = open_corpus(paths, suffixes=config.data.suffixes, errors=config.data.errors)
+    skipped = f"; {texts.skipped} binary or empty ones left out" if texts.skipped else ""
+    tell(f"corpus: {len(texts.sources):,} files, {texts.num_bytes / 1e6:,.1f} MB{skipped}")
+    return texts
+
+
+def _make_tokenizer(config: RunConfig, texts: Corpus, tell: Callable[[str], None]) -> Tokenizer:
+    wanted = config.tokenizer
+    if wanted.path is not None:
+        return load_tokenizer(Path(wanted.path))
+    tell(f"tokenizer: training {wanted.kind}")
+    specials = wanted.specials
+    return train_tokenizer(
+        wanted.kind,
+        texts.texts(),
+        vocab_size=wanted.vocab_size,
+        min_freq=wanted.min_freq,
+        lower=wanted.lower,
+        specials=specials,
+    )
+
+
+def _open_store(out: Path, texts: Corpus, tokenizer: Tokenizer, tell: Callable[[str], None]) -> TokenStore:
+    tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
+    store, found = open_store(out / "data", texts, tokenizer)
+    again = ", found on disk" if found else ""
+    tell(f"tokens: {store.num_tokens:,} in {store.num_documents:,} documents{again}")
+    return store
+
+
+def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+    there, here = stored.to_dict(), wanted.to_dict()
+    there["model"] = checkpoint.config.to_dict()
+    here["model"] = wanted.resolve(tokenizer.vocab_size).to_dict()
+    if wanted.tokenizer.path is not None:
+        given = load_tokenizer(Path(wanted.tokenizer.path))
+        if given.fingerprint() != tokenizer.fingerprint():
+            raise ConfigError(f"cannot resume: {wanted.tokenizer.path} is not the tokenizer of this run")
+        there["tokenizer"] = here["tokenizer"]
+    found = differences(there, here)
+    if found:
+        raise ConfigError(f"cannot resume with another configuration: {'; '.join(found)}", "start a new run for that")
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"train.device: {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+
+
+def _teller(callbacks: Sequence[Callback]) -> Callable[[str], None]:
+    def tell(text: str) -> None:
+        for callback in callbacks:
+            callback.on_stage(text)
+
+    return tell

@@ -1,0 +1,102 @@
+"""What a run measures: a JSONL file that survives kills, and a steady estimate of speed.
+
+One JSON object per line; ``kind`` is ``run`` (what is trained, and where), ``step``, ``eval`` or ``end``.  After a
+resume the file says what an uninterrupted run's would: lines of steps that are to be done again are dropped first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+from kvad.checkpoint.atomic import refused, write_bytes
+from kvad.train.reports import Callback, EvalReport, Outcome, StartReport, StepReport
+
+__all__ = ["MetricsFile", "Speed", "read_metrics"]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every whole line; one that a kill cut short is left out."""
+    found = []
+    for line in path.read_text("utf-8").splitlines() if path.exists() else []:
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            found.append(content)
+    return found
+
+
+class MetricsFile(Callback):
+    """Appends lines, each handed to the system at once; every ``log_every``-th step is logged."""
+
+    def __init__(self, path: Path, log_every: int) -> None:
+        self.path, self._log_every = path, log_every
+        self._file: TextIO | None = None
+
+    def on_start(self, report: StartReport) -> None:
+        kept = [line for line in read_metrics(self.path) if _step(line) <= report.step] if report.step else []
+        if not kept:
+            kept = [{"kind": "run", **dataclasses.asdict(report)}]
+        write_bytes(self.path, _lines(kept).encode())
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def on_step(self, report: StepReport) -> None:
+        if report.step % self._log_every == 0:
+            self._write("step", dataclasses.asdict(report))
+
+    def on_eval(self, report: EvalReport) -> None:
+        self._write("eval", dataclasses.asdict(report))
+
+    def on_end(self, outcome: Outcome) -> None:
+        if outcome.reason == "done":
+            self._write("end", {**dataclasses.asdict(outcome), "checkpoint": outcome.checkpoint.name})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
+        assert self._file is not None, "on_start comes first"
+        try:
+            self._file.write(_lines([{"kind": kind, **values}]))
+            self._file.flush()
+        except OSError as error:
+            raise refused(self.path, error) from error
+
+
+def _step(line: dict[str, Any]) -> float:
+    if line.get("kind") == "end":
+        return math.inf
+    step = line.get("step", 0)
+    return float(step) if isinstance(step, int | float) else math.inf
+
+
+def _lines(contents: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(content, ensure_ascii=False) + "\n" for content in contents)
+
+
+class Speed:
+    """Tokens per second and seconds per step, as a mean in which the last dozen steps or so count."""
+
+    def __init__(self, keep: float = 0.92) -> None:
+        self._keep, self._weight = keep, 0.0
+        self._tokens = self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._weight = self._weight * self._keep + 1
+        self._tokens = self._tokens * self._keep + tokens
+        self._seconds = self._seconds * self._keep + seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self._seconds / self._weight if self._weight else 0.0

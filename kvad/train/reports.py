@@ -1,0 +1,87 @@
+"""What a training run tells whoever listens: plain values, and a base class whose methods do nothing.
+
+A listener is handed in; the loop knows nothing of terminals, files or figures.  Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["Callback", "EvalReport", "Outcome", "StartReport", "StepReport"]
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """``step``: how many steps are done already; ``steps`` and ``minutes`` are the limits (None: no such limit)."""
+
+    step: int
+    steps: int | None
+    minutes: float | None
+    parameters: int
+    train_tokens: int
+    validation_tokens: int
+    tokens_per_step: int
+    precision: str
+    device: str
+    threads: int
+    torch: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """After optimizer step ``step`` (1 is the first).  ``loss``: mean nats per target of this step's rows.
+
+    ``tokens``: targets so far; ``elapsed`` and ``eta``: seconds of training, ``eta`` None before it can be known.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    elapsed: float
+    tokens_per_second: float
+    eta: float | None
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """``val_loss``: mean nats per target over ``val_tokens`` targets of the validation split."""
+
+    step: int
+    val_loss: float
+    val_tokens: int
+    best: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``reason``: the run is done, or Ctrl-C ended it early; either way ``checkpoint`` holds its last step."""
+
+    reason: Literal["done", "interrupted"]
+    step: int
+    loss: float | None
+    val_loss: float | None
+    best: float | None
+    tokens: int
+    elapsed: float
+    checkpoint: Path
+
+
+class Callback:
+    """Override what you want to hear.  Called in the training thread; what a method takes counts as training time."""
+
+    def on_stage(self, text: str) -> None:
+        """Before training: one line about what is being prepared."""
+
+    def on_start(self, report: StartReport) -> None: ...
+
+    def on_step(self, report: StepReport) -> None: ...
+
+    def on_eval(self, report: EvalReport) -> None: ...
+
+    def on_save(self, path: Path, step: int) -> None: ...
+
+    def on_end(self, outcome: Outcome) -> None: ...

@@ -1,0 +1,162 @@
+"""Documents as token ids on disk: memory-mapped shards that are made once and read by position.
+
+The *stream* of a corpus is all its documents in order, each **opened by the separator**::
+
+    <|endofdoc|> a a a <|endofdoc|> b b <|endofdoc|> c c c c
+    0            1 2 3 4            5 6 7            8          offsets = 0, 4, 7, 12
+
+A store is a folder: ``tokens-00000.bin`` and the like (uint16, or uint32 for a vocabulary that needs it;
+little-endian), ``offsets.bin`` (uint64 [documents + 1]) and ``manifest.json`` (counts, the tokenizer's fingerprint, the
+sources with their hashes).  It appears whole or not at all, and is used again as long as sources, tokenizer and
+settings are the same.  Invariant: ``tokens[offsets[d]]`` is the separator, for every document d.  No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvad.checkpoint.atomic import new_folder
+from kvad.errors import DataError
+from kvad.text.base import Tokenizer
+from kvad.train.corpus import Corpus
+
+__all__ = ["TokenStore", "changed_sources", "open_store", "store_key"]
+
+MANIFEST, OFFSETS = "manifest.json", "offsets.bin"
+SHARD_TOKENS = 1 << 27
+BATCH_CHARS = 1 << 22  # documents encoded together
+
+Ints = npt.NDArray[np.int64]
+Progress = Callable[[int, int], None]  # (documents done, documents)
+
+
+class TokenStore:
+    """Reads a store; ``fingerprint`` says which tokens they are."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest = folder, manifest
+        self.fingerprint = str(manifest["key"])
+        dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
+        self._shards = [np.memmap(folder / shard["file"], dtype, "r") for shard in manifest["shards"]]
+        self._starts = np.cumsum([0, *(len(shard) for shard in self._shards)])
+        self.offsets: Ints = np.fromfile(folder / OFFSETS, "<u8").astype(np.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._starts[-1])
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.offsets) - 1
+
+    def take(self, at: Ints) -> Ints:
+        """Token ids at stream positions ``at``, any shape."""
+        if len(self._shards) == 1:
+            return self._shards[0][at].astype(np.int64)
+        out = np.empty(at.shape, np.int64)
+        which = np.searchsorted(self._starts, at, side="right") - 1
+        for shard in np.unique(which):
+            out[which == shard] = self._shards[shard][at[which == shard] - self._starts[shard]]
+        return out
+
+
+def open_store(
+    folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, progress: Progress | None = None
+) -> tuple[TokenStore, bool]:
+    """The corpus as tokens in ``folder``, and whether it was there already.
+
+    Raises DataError for text that cannot be read, SaveError if the disk refuses (an old store is then whole).
+    """
+    settings, key = _settings(corpus, tokenizer), store_key(corpus, tokenizer)
+    if (manifest := _usable(folder, key)) is not None:
+        return TokenStore(folder, manifest), True
+    if tokenizer.specials.separator is None:
+        raise DataError("this tokenizer has no token that opens a document", "train one here, or give it <|endofdoc|>")
+    with new_folder(folder) as new:
+        counts = _write(new, _encoded(corpus, tokenizer, progress), _dtype(tokenizer.vocab_size))
+        manifest = {"format": 1, "key": key, **counts, **settings}
+        (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return TokenStore(folder, manifest), False
+
+
+def store_key(corpus: Corpus, tokenizer: Tokenizer) -> str:
+    """sha256 (hex) of all that decides the tokens: the store's ``fingerprint``, known before it is made."""
+    return hashlib.sha256(json.dumps(_settings(corpus, tokenizer), sort_keys=True).encode()).hexdigest()
+
+
+def changed_sources(folder: Path, corpus: Corpus) -> list[str]:
+    """Names of files that were changed, added or removed since the store in ``folder`` was made."""
+    try:
+        before = {s["name"]: s["sha256"] for s in json.loads((folder / MANIFEST).read_bytes())["sources"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    now = {source.name: source.sha256 for source in corpus.sources}
+    return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+
+
+def _settings(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+    sources = [{"name": s.name, "bytes": s.num_bytes, "sha256": s.sha256} for s in corpus.sources]
+    return {"tokenizer": tokenizer.fingerprint(), "errors": corpus.errors, "sources": sources}
+
+
+def _dtype(vocab: int) -> str:
+    return "uint16" if vocab <= 1 << 16 else "uint32"
+
+
+def _usable(folder: Path, key: str) -> dict[str, Any] | None:
+    """The manifest of a whole store of exactly these tokens; None asks for a new one."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if manifest["key"] != key:
+            return None
+        size = np.dtype(manifest["dtype"]).itemsize
+        whole = all((folder / s["file"]).stat().st_size == s["tokens"] * size for s in manifest["shards"])
+        whole = whole and (folder / OFFSETS).stat().st_size == 8 * (manifest["documents"] + 1)
+        return dict(manifest) if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _encoded(corpus: Corpus, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[list[int]]:
+    """Every document's ids, the separator first; documents are encoded many at a time."""
+    waiting: list[str] = []
+    done, num_chars, opening = 0, 0, [tokenizer.specials.separator or 0]
+    for number, text in enumerate(corpus.texts(), 1):
+        waiting.append(text)
+        num_chars += len(text)
+        if num_chars >= BATCH_CHARS or number == len(corpus.sources):
+            for ids in tokenizer.encode_batch(waiting):
+                yield opening + ids
+            done += len(waiting)
+            waiting.clear()
+            num_chars = 0
+            if progress is not None:
+                progress(done, len(corpus.sources))
+
+
+def _write(folder: Path, documents: Iterable[list[int]], dtype: str) -> dict[str, Any]:
+    """Shards of at most SHARD_TOKENS tokens (but a document is never cut), and the offsets."""
+    offsets, shards = [0], list[dict[str, Any]]()
+    file = None
+    try:
+        for ids in documents:
+            if file is None or shards[-1]["tokens"] + len(ids) > SHARD_TOKENS:
+                if file is not None:
+                    file.close()
+                shards.append({"file": f"tokens-{len(shards):05d}.bin", "tokens": 0})
+                file = (folder / shards[-1]["file"]).open("wb")
+            file.write(np.asarray(ids, np.dtype(dtype).newbyteorder("<")).tobytes())
+            shards[-1]["tokens"] += len(ids)
+            offsets.append(offsets[-1] + len(ids))
+    finally:
+        if file is not None:
+            file.close()
+    (folder / OFFSETS).write_bytes(np.asarray(offsets, "<u8").tobytes())
+    return {"dtype": dtype, "tokens": offsets[-1], "documents": len(offsets) - 1, "shards": shards}

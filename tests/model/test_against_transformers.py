@@ -1,0 +1,610 @@
+"""Whole models against transformers (4.57.6, eager attention), weights carried over by hand, everything random.
+
+Their code narrows to float32 in norms and softmax; under :class:`Double` it does not, so both sides can be held
+together in float64.  What stays float32 on both sides is the rotary angles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from kvad import config as cfg
+from kvad.config import ModelConfig, Norm, Rope
+from kvad.model.fresh import Fresh
+from kvad.model.mixers import Attention
+from kvad.model.transformer import Transformer
+from kvad.ops.attend import Kernel, Reading, attend
+from kvad.step import Buckets, Lane, Mark, Reach, Score, Step
+
+VOCAB, LENGTH, LAYERS = 51, 23, 2
+HEADS, KV_HEADS, DIM, WIDTH, HIDDEN = 6, 2, 8, 36, 40  # head_dim is not width / heads where a family allows it
+EPS = 1e-3  # large enough to be seen
+
+
+class Double(TorchFunctionMode):
+    """A float64 tensor stays one, whoever asks for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            if func is Tensor.to:
+                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        if func is torch.full and kwargs.get("dtype") is None:  # a mask's least number, of a dtype to come
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+class Case(NamedTuple):
+    theirs: Any
+    config: ModelConfig
+    names: Mapping[str, str]  # our module's name -> theirs; {i} is the layer
+    prepare: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: state
+    atol: float = 1e-10
+    unused: tuple[str, ...] = ()
+
+
+def randomised(model: Any) -> Any:
+    """Every parameter and buffer: default initialisation hides dropped biases, swapped norms and Gemma's 1 + w."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            if parameter.dim() < 2:
+                parameter.copy_(0.4 * noise + (1.0 if re.search(r"(norm|ln_\w+)\.weight", name) else 0.0))
+            else:
+                parameter.copy_(noise * 1.3 / min(parameter.shape) ** 0.5)
+    model = model.double().eval()
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.inv_freq = module.inv_freq.float()
+    return model
+
+
+def make(cls: Any, config: Any) -> Any:
+    return randomised(cls._from_config(config, attn_implementation="eager"))
+
+
+def our_name(theirs: Mapping[str, str], name: str) -> str:
+    """What our parameter is called over there."""
+    module, _, kind = name.rpartition(".")
+    if layer := re.match(r"decoder\.layers\.(\d+)\.(.*)", module):
+        return theirs["layer"].format(i=layer[1]) + theirs[layer[2]] + "." + kind
+    return theirs[module] + "." + kind
+
+
+def carry_over(case: Case) -> Transformer:
+    state = case.prepare(dict(case.theirs.state_dict()))
+    mine = Transformer(case.config).double().eval()
+    wanted = {name: our_name(case.names, name) for name in mine.state_dict()}
+    mine.load_state_dict({name: state[other] for name, other in wanted.items()})
+    spare = set(state) - set(wanted.values()) - set(case.unused)
+    assert not {name for name in spare if name != "lm_head.weight" or not case.config.tie}, "weights left over"
+    return mine
+
+
+def ids(rows: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def ours(model: Transformer, tokens: Tensor, kernel: Kernel) -> Tensor:
+    rows, length = tokens.shape
+    flat = tokens.flatten()
+    step = Step(
+        flat,
+        torch.arange(length).repeat(rows),
+        (Lane(rows, length, length),),
+        torch.arange(len(flat)),
+        limits=torch.full_like(flat, length),
+    )
+    return model.logits(model(step, Fresh(model.config, kernel=kernel)), step.wanted).view(rows, length, -1)
+
+
+# ---------------------------------------------------------------- families
+
+LLAMA = {
+    "embed.tokens": "model.embed_tokens",
+    "layer": "model.layers.{i}.",
+    "mixer.q": "self_attn.q_proj",
+    "mixer.k": "self_attn.k_proj",
+    "mixer.v": "self_attn.v_proj",
+    "mixer.out": "self_attn.o_proj",
+    "mixer.q_norm": "self_attn.q_norm",
+    "mixer.k_norm": "self_attn.k_norm",
+    "mlp.up": "mlp.up_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.down": "mlp.down_proj",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
+    "decoder.norm": "model.norm",
+    "head": "lm_head",
+}
+SANDWICH = LLAMA | {
+    "norm1_after": "post_attention_layernorm",
+    "norm2": "pre_feedforward_layernorm",
+    "norm2_after": "post_feedforward_layernorm",
+}
+LLAMA_OPTIONS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": DIM,
+    "rms_norm_eps": EPS,
+    "max_position_embeddings": 64,
+    "rope_theta": 100.0,
+    "pad_token_id": 0,
+}
+
+
+WHOLE_HEADS = {key: value for key, value in LLAMA_OPTIONS.items() if key != "head_dim"}  # always width / heads
+
+
+def one_kind(mixer: cfg.Attention, mlp: Any = cfg.Gated(HIDDEN), norm: Norm = Norm(eps=EPS), **more: Any) -> ModelConfig:
+    stack = {key: more.pop(key) for key in ("norm_place", "final_norm") if key in more}
+    decoder = cfg.Stack(LAYERS, {"L": cfg.Layer(mixer, mlp, norm)}, **stack)
+    return ModelConfig(**{"width": WIDTH, "vocab": VOCAB, "limit": 64, "decoder": decoder, "tie": False, **more})
+
+
+def grouped(position: Any = Rope(100.0), **more: Any) -> cfg.Attention:
+    return cfg.Attention(**{"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "position": position, **more})
+
+
+def llama(**options: Any) -> Any:
+    return make(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA_OPTIONS | options))
+
+
+FACTORS = {"short": (1.0, 1.1, 1.2, 1.3), "long": (2.0, 3.0, 4.0, 5.0)}
+
+
+def scaled(scaling: Any, atol: float = 1e-10, **theirs: Any) -> Case:
+    """23 tokens in a model made for 16."""
+    options = {"max_position_embeddings": 16, "rope_scaling": theirs}
+    return Case(llama(**options), one_kind(grouped(Rope(100.0, scaling=scaling))), LLAMA, atol=atol)
+
+
+def mistral() -> Case:
+    theirs = make(transformers.MistralForCausalLM, transformers.MistralConfig(**LLAMA_OPTIONS, sliding_window=5))
+    return Case(theirs, one_kind(grouped(window=5)), LLAMA)
+
+
+def qwen2() -> Case:
+    theirs = make(transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**WHOLE_HEADS, tie_word_embeddings=True))
+    return Case(theirs, one_kind(grouped(head_dim=None, bias=True), tie=True), LLAMA)
+
+
+def qwen3() -> Case:
+    theirs = make(transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**LLAMA_OPTIONS))
+    return Case(theirs, one_kind(grouped(qk_norm="head")), LLAMA)
+
+
+def gemma() -> Case:
+    theirs = make(transformers.GemmaForCausalLM, transformers.GemmaConfig(**LLAMA_OPTIONS))
+    norm, mlp = Norm(eps=EPS, unit_offset=True), cfg.Gated(HIDDEN, "gelu_tanh")
+    return Case(theirs, one_kind(grouped(), mlp, norm, tie=True, embedding_scale=WIDTH**0.5), LLAMA)
+
+
+def two_kinds(local: cfg.Attention, globe: cfg.Attention, head: cfg.Head) -> ModelConfig:
+    norm, mlp = Norm(eps=EPS, unit_offset=True), cfg.Gated(HIDDEN, "gelu_tanh")
+    kinds = {"L": cfg.Layer(local, mlp, norm), "G": cfg.Layer(globe, mlp, norm)}
+    decoder = cfg.Stack(4, kinds, "LG", norm_place="sandwich")
+    return ModelConfig(WIDTH, VOCAB, 64, decoder, embedding_scale=WIDTH**0.5, head=head)
+
+
+ALTERNATING: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 13,
+}
+
+
+def gemma2() -> Case:
+    more = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    theirs = make(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**LLAMA_OPTIONS | ALTERNATING | more))
+    globe = grouped(softcap=2.0, scale=13**-0.5)
+    local = grouped(softcap=2.0, scale=13**-0.5, window=5)
+    return Case(theirs, two_kinds(local, globe, cfg.Head(softcap=3.0)), SANDWICH)
+
+
+def gemma3() -> Case:
+    """Two rotary bases, q and k normalised with 1 + w."""
+    options = LLAMA_OPTIONS | ALTERNATING | {"rope_local_base_freq": 20.0}
+    theirs = make(transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**options))
+    globe = grouped(qk_norm="head", scale=13**-0.5)
+    local = grouped(Rope(20.0), qk_norm="head", scale=13**-0.5, window=5)
+    return Case(theirs, two_kinds(local, globe, cfg.Head()), SANDWICH)
+
+
+def split(state: dict[str, Tensor], fused: str, cut: Callable[[Tensor], tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """Every fused projection as three: ``.q``, ``.k``, ``.v`` in the place of its last name."""
+    out = {}
+    for name, value in state.items():
+        if f".{fused}." not in name:
+            out[name] = value
+            continue
+        for letter, part in zip("qkv", cut(value), strict=True):
+            out[name.replace(f".{fused}.", f".{letter}.")] = part
+    return out
+
+
+def per_head(value: Tensor) -> tuple[Tensor, ...]:
+    """[H, 3, D] rows, as BLOOM and GPT-NeoX keep them."""
+    parts = value.unflatten(0, (HEADS, 3, -1)).unbind(1)
+    return tuple(part.flatten(0, 1) for part in parts)
+
+
+def conv1d(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stored [in, out]: transposed; and c_attn is q | k | v."""
+    turned = {n: v.T if re.search(r"\.c_\w+\.weight", n) else v for n, v in state.items()}
+    return split(turned, "c_attn", lambda value: value.chunk(3))
+
+
+GPT2 = {
+    "embed.tokens": "transformer.wte",
+    "embed.positions": "transformer.wpe",
+    "layer": "transformer.h.{i}.",
+    "mixer.q": "attn.q",
+    "mixer.k": "attn.k",
+    "mixer.v": "attn.v",
+    "mixer.out": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "norm1": "ln_1",
+    "norm2": "ln_2",
+    "decoder.norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+GPT_OPTIONS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "n_embd": WIDTH,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_positions": 40,
+    "layer_norm_epsilon": EPS,
+}
+LAYER_NORM = Norm("layer", EPS, bias=True)
+LEARNED: dict[str, Any] = {"position": cfg.LearnedPositions(40), "limit": 40}
+
+
+def everywhere(position: Any = None, **more: Any) -> cfg.Attention:
+    """Full heads of width / heads with biases."""
+    return cfg.Attention(**{"heads": HEADS, "position": position, "bias": True, "out_bias": True, **more})
+
+
+def gpt2() -> Case:
+    theirs = make(transformers.GPT2LMHeadModel, transformers.GPT2Config(**GPT_OPTIONS, n_inner=HIDDEN))
+    mlp = cfg.Plain(HIDDEN, "gelu_tanh", bias=True)
+    return Case(theirs, one_kind(everywhere(), mlp, LAYER_NORM, tie=True, **LEARNED), GPT2, conv1d)
+
+
+def gpt_bigcode() -> Case:
+    """One key-value head; q | k | v fused by rows."""
+    options = GPT_OPTIONS | {"n_inner": HIDDEN, "multi_query": True, "activation_function": "gelu_pytorch_tanh"}
+    theirs = make(transformers.GPTBigCodeForCausalLM, transformers.GPTBigCodeConfig(**options))
+    mlp = cfg.Plain(HIDDEN, "gelu_tanh", bias=True)
+
+    def prepare(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return split(state, "c_attn", lambda value: value.split((WIDTH, WIDTH // HEADS, WIDTH // HEADS)))
+
+    return Case(theirs, one_kind(everywhere(kv_heads=1), mlp, LAYER_NORM, tie=True, **LEARNED), GPT2, prepare)
+
+
+def openai_gpt() -> Case:
+    """Post-norm, no final norm, an MLP of four widths."""
+    theirs = make(transformers.OpenAIGPTLMHeadModel, transformers.OpenAIGPTConfig(**GPT_OPTIONS, afn="gelu"))
+    names = GPT2 | {"embed.tokens": "transformer.tokens_embed", "embed.positions": "transformer.positions_embed"}
+    mlp = cfg.Plain(4 * WIDTH, "gelu_tanh", bias=True)
+    config = one_kind(everywhere(), mlp, LAYER_NORM, tie=True, norm_place="post", final_norm=False, **LEARNED)
+    return Case(theirs, config, names, conv1d)
+
+
+def gptj() -> Case:
+    """Parallel, interleaved, partial rotary, a bias in the head; a head dim of 16, whose root float32 knows."""
+    options = GPT_OPTIONS | {"n_embd": 96, "rotary_dim": 8, "n_inner": HIDDEN, "tie_word_embeddings": False}
+    theirs = make(transformers.GPTJForCausalLM, transformers.GPTJConfig(**options))
+    names = GPT2 | {f"mixer.{letter}": f"attn.{letter}_proj" for letter in "qkv"}
+    names |= {"mixer.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.down": "mlp.fc_out"}
+    mixer = cfg.Attention(HEADS, position=Rope(10000.0, 0.5, interleaved=True))
+    mlp = cfg.Plain(HIDDEN, "gelu_tanh", bias=True)
+    config = one_kind(mixer, mlp, LAYER_NORM, norm_place="parallel", width=96, head=cfg.Head(bias=True))
+    return Case(theirs, config, names)
+
+
+def bloom() -> Case:
+    """ALiBi on six heads, a norm after the embedding; their gelu writes sqrt(2/pi) with eight digits."""
+    options = {key: value for key, value in GPT_OPTIONS.items() if key not in ("n_embd", "n_positions")}
+    theirs = make(transformers.BloomForCausalLM, transformers.BloomConfig(hidden_size=WIDTH, **options))
+    names = GPT2 | {
+        "embed.tokens": "transformer.word_embeddings",
+        "embed.norm": "transformer.word_embeddings_layernorm",
+        "mixer.out": "self_attention.dense",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+    }
+    names |= {f"mixer.{letter}": f"self_attention.{letter}" for letter in "qkv"}
+    mlp = cfg.Plain(4 * WIDTH, "gelu_tanh", bias=True)
+    config = one_kind(everywhere(cfg.Alibi()), mlp, LAYER_NORM, tie=True, embedding_norm=LAYER_NORM)
+    return Case(theirs, config, names, lambda state: split(state, "query_key_value", per_head), atol=1e-7)
+
+
+def mpt() -> Case:
+    """ALiBi, norms without a bias, q | k | v fused, erf gelu."""
+    options = {"d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "max_seq_len": 64, "vocab_size": VOCAB}
+    theirs = make(transformers.MptForCausalLM, transformers.MptConfig(**options, layer_norm_epsilon=EPS))
+    names = GPT2 | {
+        "layer": "transformer.blocks.{i}.",
+        "mixer.out": "attn.out_proj",
+        "mlp.up": "ffn.up_proj",
+        "mlp.down": "ffn.down_proj",
+        "norm1": "norm_1",
+        "norm2": "norm_2",
+        "decoder.norm": "transformer.norm_f",
+    }
+    mixer = everywhere(cfg.Alibi(), bias=False, out_bias=False)
+    config = one_kind(mixer, cfg.Plain(4 * WIDTH, "gelu"), Norm("layer", EPS), tie=True)
+
+    def prepare(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return split(state, "Wqkv", lambda value: value.chunk(3))
+
+    return Case(theirs, config, names, prepare)
+
+
+def opt() -> Case:
+    """ReLU; learned positions from the third row on."""
+    options = {"ffn_dim": HIDDEN, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    config = transformers.OPTConfig(**options, vocab_size=VOCAB, max_position_embeddings=40, word_embed_proj_dim=WIDTH)
+    names = {name: other.replace("model.", "model.decoder.") for name, other in LLAMA.items()} | {
+        "embed.positions": "model.decoder.embed_positions",
+        "mixer.out": "self_attn.out_proj",
+        "mlp.up": "fc1",
+        "mlp.down": "fc2",
+        "norm1": "self_attn_layer_norm",
+        "norm2": "final_layer_norm",
+        "decoder.norm": "model.decoder.final_layer_norm",
+    }
+    position: dict[str, Any] = {"position": cfg.LearnedPositions(42, offset=2), "limit": 40}
+    norm = Norm("layer", 1e-5, bias=True)
+    mine = one_kind(everywhere(), cfg.Plain(HIDDEN, "relu", bias=True), norm, tie=True, **position)
+    return Case(make(transformers.OPTForCausalLM, config), mine, names)
+
+
+def xglm() -> Case:
+    """fairseq's sinusoids from the third position on, embeddings times sqrt(width)."""
+    options = {"d_model": WIDTH, "ffn_dim": HIDDEN, "num_layers": LAYERS, "attention_heads": HEADS}
+    config = transformers.XGLMConfig(**options, vocab_size=VOCAB, max_position_embeddings=64)
+    names = LLAMA | {
+        "mixer.out": "self_attn.out_proj",
+        "mlp.up": "fc1",
+        "mlp.down": "fc2",
+        "norm1": "self_attn_layer_norm",
+        "norm2": "final_layer_norm",
+        "decoder.norm": "model.layer_norm",
+    }
+    norm, mlp = Norm("layer", 1e-5, bias=True), cfg.Plain(HIDDEN, "gelu", bias=True)
+    position = cfg.SinusoidalPositions(form="fairseq", offset=2)
+    mine = one_kind(everywhere(), mlp, norm, tie=True, position=position, embedding_scale=WIDTH**0.5)
+    return Case(make(transformers.XGLMForCausalLM, config), mine, names, atol=1e-4)  # their table is float32
+
+
+def phi() -> Case:
+    """Parallel with one norm, half-split on half of each head, biases everywhere, the head too."""
+    options = WHOLE_HEADS | {"num_key_value_heads": 3, "partial_rotary_factor": 0.5, "layer_norm_eps": EPS}
+    options |= {"hidden_size": 48, "hidden_act": "gelu_new"}
+    theirs = make(transformers.PhiForCausalLM, transformers.PhiConfig(**options))
+    names = LLAMA | {"mixer.out": "self_attn.dense", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
+    names |= {"decoder.norm": "model.final_layernorm"}
+    mixer = everywhere(Rope(100.0, 0.5), kv_heads=3)
+    mlp = cfg.Plain(HIDDEN, "gelu_tanh", bias=True)
+    return Case(
+        theirs, one_kind(mixer, mlp, LAYER_NORM, norm_place="parallel", width=48, head=cfg.Head(bias=True)), names
+    )
+
+
+def cohere() -> Case:
+    """Parallel, interleaved on whole heads, norms without a bias, logits times a number."""
+    options = WHOLE_HEADS | {"hidden_size": 48, "layer_norm_eps": EPS, "logit_scale": 0.3}
+    theirs = make(transformers.CohereForCausalLM, transformers.CohereConfig(**options))
+    mixer = grouped(Rope(100.0, interleaved=True))
+    head = cfg.Head(scale=0.3)
+    config = one_kind(mixer, norm=Norm("layer", EPS), norm_place="parallel", width=48, tie=True, head=head)
+    return Case(theirs, config, LLAMA)
+
+
+def gpt_neox() -> Case:
+    """Its sequential form: rotary on a quarter, q, k, v fused head by head, erf gelu."""
+    options = WHOLE_HEADS | {"hidden_size": 96, "rotary_pct": 0.25, "rotary_emb_base": 100, "layer_norm_eps": EPS}
+    options |= {"use_parallel_residual": False, "hidden_act": "gelu"}
+    theirs = make(transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig(**options))
+    names = LLAMA | {
+        "embed.tokens": "gpt_neox.embed_in",
+        "layer": "gpt_neox.layers.{i}.",
+        "mixer.out": "attention.dense",
+        "mlp.up": "mlp.dense_h_to_4h",
+        "mlp.down": "mlp.dense_4h_to_h",
+        "decoder.norm": "gpt_neox.final_layer_norm",
+        "head": "embed_out",
+    }
+    names |= {f"mixer.{letter}": f"attention.{letter}" for letter in "qkv"}
+    mixer = everywhere(Rope(100.0, 0.25))
+    config = one_kind(mixer, cfg.Plain(HIDDEN, "gelu", bias=True), LAYER_NORM, width=96)
+    return Case(theirs, config, names, lambda state: split(state, "query_key_value", per_head))
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "llama": lambda: Case(llama(), one_kind(grouped()), LLAMA),
+    "llama-tied": lambda: Case(llama(tie_word_embeddings=True), one_kind(grouped(), tie=True), LLAMA),
+    "llama-biases": lambda: Case(
+        llama(attention_bias=True, mlp_bias=True),
+        one_kind(grouped(bias=True, out_bias=True), cfg.Gated(HIDDEN, bias=True)),
+        LLAMA,
+    ),
+    "llama-linear": lambda: scaled(cfg.LinearScaling(2.5), rope_type="linear", factor=2.5),
+    # theirs computes the new base from a float32 tensor
+    "llama-dynamic": lambda: scaled(cfg.DynamicScaling(2.5, 16), 1e-4, rope_type="dynamic", factor=2.5),
+    "llama-llama3": lambda: scaled(
+        cfg.Llama3Scaling(4.0, 16, 1.0, 4.0),
+        rope_type="llama3",
+        factor=4.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=16,
+    ),
+    "llama-yarn": lambda: scaled(
+        cfg.YarnScaling(4.0, 16, 4.0), rope_type="yarn", factor=4.0, beta_fast=4.0, original_max_position_embeddings=16
+    ),
+    "llama-longrope": lambda: scaled(
+        cfg.LongRopeScaling(**FACTORS, original=16, factor=4.0),
+        rope_type="longrope",
+        factor=4.0,
+        short_factor=list(FACTORS["short"]),
+        long_factor=list(FACTORS["long"]),
+    ),
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "gpt2": gpt2,
+    "gpt-bigcode": gpt_bigcode,
+    "openai-gpt": openai_gpt,
+    "gptj": gptj,
+    "bloom": bloom,
+    "mpt": mpt,
+    "opt": opt,
+    "xglm": xglm,
+    "phi": phi,
+    "cohere": cohere,
+    "gpt-neox": gpt_neox,
+}
+
+
+@torch.no_grad()
+def reference(case: Case, tokens: Tensor) -> Tensor:
+    with Double():
+        logits: Tensor = case.theirs(tokens, use_cache=False).logits
+    return logits
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_theirs(name: str) -> None:
+    case = CASES[name]()
+    mine, tokens = carry_over(case), ids()
+    expected = reference(case, tokens)
+    assert expected.dtype == torch.float64 and float(expected.std()) > 0.1
+    for kernel in ("reference", "sdpa"):
+        torch.testing.assert_close(ours(mine, tokens, kernel), expected, rtol=0, atol=case.atol)  # type: ignore[arg-type]
+    hear_every_weight(mine, tokens)
+
+
+def hear_every_weight(model: Transformer, tokens: Tensor) -> None:
+    """The comparison is as good as its inputs: without any one of the weights the logits are others."""
+    right = ours(model, tokens, "sdpa")
+    for name, parameter in model.named_parameters():
+        if name.endswith("k.bias"):
+            continue  # q.b is one number for all keys where nothing turns them: the softmax takes it off
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.zero_()
+        assert float((ours(model, tokens, "sdpa") - right).abs().max()) > 1e-3, name
+        with torch.no_grad():
+            parameter.copy_(kept)
+
+
+def test_in_their_own_float32() -> None:
+    """As they run it: float32 at its default tolerance."""
+    case = CASES["llama"]()
+    case.theirs.float()
+    mine = carry_over(case).float()
+    with torch.no_grad():
+        expected = case.theirs(ids(), use_cache=False).logits
+    torch.testing.assert_close(ours(mine, ids(), "auto"), expected, rtol=1.3e-6, atol=1e-5)
+
+
+WRONG: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
+    "theta": lambda c: {"decoder.kinds.L.mixer.position.theta": 101.0},
+    "window": lambda c: {"decoder.kinds.L.mixer.window": 6},
+    "softcap": lambda c: {"decoder.kinds.G.mixer.softcap": 2.1},
+    "scale": lambda c: {"decoder.kinds.G.mixer.scale": "default"},
+    "activation": lambda c: {"decoder.kinds.L.mlp.activation": "gelu"},
+    "1 + w": lambda c: {"decoder.kinds.L.norm.unit_offset": False},
+    "eps": lambda c: {"decoder.kinds.L.norm.eps": 1e-5},
+    "order": lambda c: {"decoder.pattern": "GL"},
+    "embedding": lambda c: {"embedding_scale": 1.0},
+    "head": lambda c: {"head.softcap": None},
+    "interleaved": lambda c: {"decoder.kinds.L.mixer.position.interleaved": True},
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_the_comparison_objects_to_a_wrong_config(fault: str) -> None:
+    case = CASES["gemma2"]()
+    data = cfg.override(case.config.to_dict(), WRONG[fault](case.config))
+    wrong = carry_over(case._replace(config=ModelConfig.from_dict(data)))
+    assert float((ours(wrong, ids(), "sdpa") - reference(case, ids())).abs().max()) > 1e-4
+
+
+# ---------------------------------------------------------------- parts that come without a whole model
+
+
+def test_sink_logits_are_gpt_oss_s() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, n, 9, 8, generator=draw, dtype=torch.float64) for n in (6, 2, 2))
+    sinks = torch.randn(6, generator=draw, dtype=torch.float64)
+    module: Any = SimpleNamespace(num_key_value_groups=3, sinks=sinks, training=False)
+    mask = torch.full((9, 9), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+    expected, weights = gpt_oss_attention(module, q, k, v, mask, scaling=0.3)
+    mark = Mark(torch.arange(9).repeat(2, 1))
+    reading = Reading(mark, mark, Reach())
+    done = attend(q.transpose(1, 2), k, v, reading, Score(0.3, sink_logits=sinks), want=True)
+    torch.testing.assert_close(done.out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(done.weights, weights, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+@pytest.mark.parametrize("length", [9, 200])
+def test_relative_attention_is_t5_s(decoder: bool, length: int) -> None:
+    """No scale, a table per bucket and head, heads * d_kv other than the width; past the last bucket of 128."""
+    theirs_config = transformers.T5Config(
+        d_model=WIDTH, d_kv=5, num_heads=HEADS, relative_attention_num_buckets=32, is_decoder=decoder
+    )
+    theirs = randomised(T5Attention(theirs_config, has_relative_attention_bias=True, layer_idx=0))
+    position = cfg.T5Bias(32, 128, bidirectional=not decoder)
+    spec = cfg.Attention(HEADS, head_dim=5, position=position, causal=decoder, scale="none")
+    mine = Attention(one_kind(spec), spec, Norm()).double()
+    names = {"q": "q", "k": "k", "v": "v", "out": "o"}
+    mine.load_state_dict({f"{a}.weight": theirs.state_dict()[f"{b}.weight"] for a, b in names.items()})
+    x = torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.zeros(1, 1, length, length, dtype=torch.float64)
+    if decoder:
+        mask = mask.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+    with Double(), torch.no_grad():
+        expected = theirs(x, mask=mask, cache_position=torch.arange(length))[0][0]
+    positions = torch.arange(length)
+    step = Step(positions, positions, (Lane(1, length, length),), positions)
+    (view, *_) = Fresh(one_kind(spec)).open(step)
+    table = theirs.relative_attention_bias.weight
+    with torch.no_grad():
+        out = mine(x[0], view, Buckets(table, 128, not decoder))
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
+    assert isinstance(mine, nn.Module) and float(expected.std()) > 0.1

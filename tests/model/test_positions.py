@@ -1,0 +1,310 @@
+"""Position encodings against transformers' own functions, and the rotary regime of a row."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.m2m_100.modeling_m2m_100 import M2M100SinusoidalPositionalEmbedding
+from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from kvad import config as cfg
+from kvad.config import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
+from kvad.config import SinusoidalPositions as Sinusoidal
+from kvad.model.fresh import Fresh
+from kvad.model.positions import alibi_slopes, depends_on_limit, rope_factor, rope_frequencies, rope_regime, sinusoid
+from kvad.model.transformer import Transformer
+from kvad.ops.attend import distance_bias, t5_bucket
+from kvad.step import Buckets, Lane, Slopes, Step
+from tests.models import VOCAB, build, model_config
+
+# ---------------------------------------------------------------- rope, frequencies and factors
+
+DIM, THETA, ORIGINAL = 24, 5000.0, 64
+SHORT, LONG = tuple(1 + 0.05 * i for i in range(DIM // 2)), tuple(1.5 + 0.7 * i for i in range(DIM // 2))
+OLD: dict[str, Any] = {"original_max_position_embeddings": ORIGINAL}
+# ours, theirs, and what else their config holds
+SCALINGS: dict[str, tuple[Any, dict[str, Any] | None, dict[str, Any]]] = {
+    "none": (None, None, {}),
+    "linear": (LinearScaling(3.0), {"rope_type": "linear", "factor": 3.0}, {}),
+    "dynamic": (DynamicScaling(2.5, ORIGINAL), {"rope_type": "dynamic", "factor": 2.5}, {}),
+    "llama3": (
+        Llama3Scaling(8.0, ORIGINAL),
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **OLD},
+        {},
+    ),
+    "llama3-other-bands": (
+        Llama3Scaling(32.0, 512, 1.5, 9.0),
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.5,
+            "high_freq_factor": 9.0,
+            "original_max_position_embeddings": 512,
+        },
+        {},
+    ),
+    "yarn": (YarnScaling(4.0, ORIGINAL), {"rope_type": "yarn", "factor": 4.0, **OLD}, {}),
+    "yarn-not-truncated": (
+        YarnScaling(4.0, 4096, 16.0, 2.0, truncate=False),
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        {},
+    ),
+    "yarn-long": (
+        YarnScaling(40.0, 4096),
+        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096},
+        {},
+    ),
+    "yarn-mscale": (
+        YarnScaling(40.0, ORIGINAL, mscale=0.7, mscale_all_dim=0.9),
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.9, **OLD},
+        {},
+    ),
+    "yarn-one-mscale": (
+        YarnScaling(40.0, ORIGINAL, mscale=0.7),
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, **OLD},
+        {},
+    ),
+    "yarn-factor": (
+        YarnScaling(4.0, ORIGINAL, attention_factor=1.3),
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, **OLD},
+        {},
+    ),
+    "yarn-one-band": (YarnScaling(4.0, 6), {"rope_type": "yarn", "factor": 4.0} | {OLD_KEY: 6 for OLD_KEY in OLD}, {}),
+    "longrope": (
+        LongRopeScaling(SHORT, LONG, ORIGINAL, factor=6.0),
+        {"rope_type": "longrope", "short_factor": list(SHORT), "long_factor": list(LONG), "factor": 6.0},
+        {},
+    ),
+    "longrope-by-lengths": (
+        LongRopeScaling(SHORT, LONG, ORIGINAL),
+        {"rope_type": "longrope", "short_factor": list(SHORT), "long_factor": list(LONG)},
+        {"original_max_position_embeddings": ORIGINAL, "max_position_embeddings": 4 * ORIGINAL},
+    ),
+    "longrope-factor": (
+        LongRopeScaling(SHORT, LONG, ORIGINAL, factor=6.0, attention_factor=0.8),
+        {
+            "rope_type": "longrope",
+            "short_factor": list(SHORT),
+            "long_factor": list(LONG),
+            "factor": 6.0,
+            "attention_factor": 0.8,
+        },
+        {},
+    ),
+}
+
+
+def their_rope(name: str, limit: int | None, fraction: float = 1.0) -> tuple[Tensor, float]:
+    _, scaling, more = SCALINGS[name]
+    head_dim = int(DIM / fraction)
+    options = {"max_position_embeddings": ORIGINAL, "head_dim": head_dim, "rope_theta": THETA, **more}
+    config = LlamaConfig(hidden_size=96, num_attention_heads=4, partial_rotary_factor=fraction, **options)
+    config.rope_scaling = scaling
+    if "original_max_position_embeddings" in more:
+        config.original_max_position_embeddings = more["original_max_position_embeddings"]
+    return ROPE_INIT_FUNCTIONS["default" if scaling is None else scaling["rope_type"]](config, "cpu", seq_len=limit)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("limit", [20, ORIGINAL, ORIGINAL + 1, 4 * ORIGINAL, 1000])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_and_factor_are_the_reference_s_to_the_bit(name: str, limit: int, fraction: float) -> None:
+    """``seq_len`` of theirs is the limit of a row of ours."""
+    rope = Rope(THETA, fraction, scaling=SCALINGS[name][0])
+    frequencies, factor = their_rope(name, limit, fraction)
+    mine = rope_frequencies(rope, int(DIM / fraction), limit)
+    assert mine.dtype == torch.float32 and mine.shape == (DIM // 2,)
+    torch.testing.assert_close(mine, frequencies, rtol=0, atol=0)
+    model_limit = SCALINGS[name][2].get("max_position_embeddings", ORIGINAL)
+    assert rope_factor(rope, model_limit) == pytest.approx(factor, rel=1e-12)
+
+
+def test_every_scaling_does_something() -> None:
+    """Were two rows of the table above the same, or no scaling at all, its test would prove less than it seems to."""
+    plain = rope_frequencies(Rope(THETA), DIM, 1000)
+    seen = [(plain, 1.0)]
+    for name, (scaling, _, _) in SCALINGS.items():
+        if name != "none":
+            rope = Rope(THETA, scaling=scaling)
+            one = (rope_frequencies(rope, DIM, 1000), rope_factor(rope, 4 * ORIGINAL))
+            assert not any(torch.equal(one[0], f) and one[1] == x for f, x in seen), name
+            seen.append(one)
+
+
+def test_unscaled_frequencies_by_the_formula() -> None:
+    for fraction, rotated in ((1.0, 24), (0.25, 6)):
+        mine = rope_frequencies(Rope(THETA, fraction), DIM, 9)
+        formula = [THETA ** (-2 * i / rotated) for i in range(rotated // 2)]
+        torch.testing.assert_close(mine.double(), torch.tensor(formula).double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_regimes_are_equal_where_frequencies_are(name: str) -> None:
+    """The root of a prefix hash holds the regime: two limits may share keys iff their frequencies are the same."""
+    rope = Rope(THETA, scaling=SCALINGS[name][0])
+    limits = [1, 63, 64, 65, 66, 128, 1000]
+    tables = {n: rope_frequencies(rope, DIM, n) for n in limits}
+    for a in limits:
+        for b in limits:
+            assert (rope_regime(rope, a) == rope_regime(rope, b)) == torch.equal(tables[a], tables[b]), (a, b)
+    varies = len({rope_regime(rope, n) for n in limits}) > 1
+    assert depends_on_limit(rope) == varies == (name.startswith("longrope") or name == "dynamic")
+
+
+# ---------------------------------------------------------------- the regime is the row's
+
+
+@torch.inference_mode()
+def logits_of(model: Transformer, rows: list[tuple[list[int], int | None]], lanes: list[Lane] | None = None) -> Tensor:
+    tokens = torch.tensor([token for row, _ in rows for token in row])
+    positions = torch.cat([torch.arange(len(row)) for row, _ in rows])
+    limits = None
+    if all(limit is not None for _, limit in rows):
+        limits = torch.tensor([limit for row, limit in rows for _ in row])
+    cut = tuple(lanes or [Lane(1, len(row), len(row)) for row, _ in rows])
+    step = Step(tokens, positions, cut, torch.arange(len(tokens)), limits=limits)
+    return model.logits(model(step, Fresh(model.config, kernel="reference")), step.wanted)
+
+
+@pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
+def test_rows_of_different_limits_in_one_step_equal_their_solo_runs(position: str) -> None:
+    model = build(model_config(position))
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in (9, 9, 14)]
+    limits = [19, 60, 90]  # the first within the original length of 20, the others beyond it
+    together = logits_of(model, list(zip(texts, limits, strict=True)), [Lane(2, 9, 9), Lane(1, 14, 14)])
+    alone = torch.cat([logits_of(model, [row]) for row in zip(texts, limits, strict=True)])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-12)
+    other = torch.cat([logits_of(model, [(text, 19)]) for text in texts])
+    assert float((other - alone)[9:].abs().max()) > 1e-3  # the regime matters
+    torch.testing.assert_close(logits_of(model, [(texts[2], None)]), logits_of(model, [(texts[2], 96)]))  # the model's
+
+
+@pytest.mark.parametrize("position", ["rope", "rope-partial"])
+def test_other_models_do_not_care_about_limits(position: str) -> None:
+    model, text = build(model_config(position)), list(range(12))
+    assert torch.equal(logits_of(model, [(text, 13)]), logits_of(model, [(text, 90)]))
+
+
+# ---------------------------------------------------------------- biases
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 7, 8, 12, 16, 20, 33, 40, 112])
+def test_alibi_slopes_are_bloom_s(heads: int) -> None:
+    theirs = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)  # slope * key position
+    torch.testing.assert_close(torch.tensor(alibi_slopes(heads)), theirs[:, 0, 1], rtol=1e-6, atol=0)
+    bias = distance_bias(Slopes(torch.tensor(alibi_slopes(heads))), torch.tensor([[4]]), torch.arange(5)[None])
+    shifted = theirs - theirs[:, :, 4:]  # what the softmax cannot tell apart: 0 at the query itself
+    torch.testing.assert_close(bias[0], shifted, rtol=1e-5, atol=1e-6)
+
+
+def test_alibi_slopes_of_the_paper() -> None:
+    assert alibi_slopes(8) == [2.0**-h for h in range(1, 9)]
+    expected = [2**-e for e in (1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5)]
+    assert alibi_slopes(12) == pytest.approx(expected, rel=1e-12)
+
+
+def test_alibi_is_symmetric_where_keys_lie_ahead() -> None:
+    bias = distance_bias(Slopes(torch.tensor([0.5])), torch.tensor([[3]]), torch.arange(7)[None])
+    assert bias[0, 0, 0].tolist() == [-1.5, -1.0, -0.5, 0.0, -0.5, -1.0, -1.5]
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (8, 20), (64, 300), (6, 17)])
+def test_t5_buckets_are_the_reference_s(buckets: int, max_distance: int, bidirectional: bool) -> None:
+    ahead = torch.arange(150)[None, :] - torch.arange(0, 700, 7)[:, None]
+    ahead = torch.cat((ahead, -ahead))
+    theirs = T5Attention._relative_position_bucket(ahead, bidirectional, buckets, max_distance)
+    assert torch.equal(t5_bucket(ahead, buckets, max_distance, bidirectional), theirs)
+    assert theirs.max() == (buckets - 1) and theirs.min() == 0
+
+
+def test_t5_buckets_golden_rows() -> None:
+    keys = torch.arange(10)
+    assert t5_bucket(keys, 32, 128, True).tolist() == [0, 17, 18, 19, 20, 21, 22, 23, 24, 24]
+    assert t5_bucket(keys - 9, 32, 128, True).tolist() == [8, 8, 7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_t5_bias_is_the_table_s_row_per_head() -> None:
+    table = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))
+    bias = distance_bias(Buckets(table, 128, True), torch.tensor([[4, 150]]), torch.arange(200)[None])
+    for row, query in enumerate((4, 150)):
+        bucket = T5Attention._relative_position_bucket(torch.arange(200) - query, True, 32, 128)
+        assert torch.equal(bias[0, :, row], table[bucket].T)
+
+
+# ---------------------------------------------------------------- sinusoids
+
+POSITIONS = torch.tensor([0, 1, 2, 3, 77, 500])
+
+
+@pytest.mark.parametrize("width", [4, 10, 64])
+@pytest.mark.parametrize("form", ["interleaved", "concat", "fairseq"])
+def test_sinusoids_by_the_formula(form: Any, width: int) -> None:
+    spec = Sinusoidal(base=500.0, form=form, offset=3)
+    mine = sinusoid(POSITIONS, width, spec, torch.float64)
+    half = width // 2
+    for row, position in enumerate(POSITIONS.tolist()):
+        for i in range(half):
+            exponent = i / (half - 1) if form == "fairseq" else 2 * i / width
+            angle = (position + 3) / 500.0**exponent
+            s, c = (2 * i, 2 * i + 1) if form == "interleaved" else (i, half + i)
+            assert mine[row, s] == pytest.approx(math.sin(angle), abs=1e-10)
+            assert mine[row, c] == pytest.approx(math.cos(angle), abs=1e-10)
+
+
+def test_concat_is_marian_s_table() -> None:
+    theirs = MarianSinusoidalPositionalEmbedding(512, 32)
+    theirs._init_weight()
+    mine = sinusoid(torch.arange(512), 32, Sinusoidal(form="concat"))
+    torch.testing.assert_close(mine, theirs.weight.data, rtol=0, atol=1e-6)
+
+
+def test_fairseq_is_m2m100_s_table() -> None:
+    theirs = M2M100SinusoidalPositionalEmbedding.get_embedding(130, 32, padding_idx=None)
+    mine = sinusoid(torch.arange(128), 32, Sinusoidal(form="fairseq", offset=2))
+    torch.testing.assert_close(mine, theirs[2:130], rtol=0, atol=2e-5)  # their angles are float32
+
+
+def test_the_three_forms_differ() -> None:
+    tables = [sinusoid(POSITIONS, 16, Sinusoidal(form=form)) for form in ("interleaved", "concat", "fairseq")]  # type: ignore[arg-type]
+    assert all(float((a - b).abs().max()) > 0.1 for i, a in enumerate(tables) for b in tables[:i])
+
+
+def test_sinusoids_have_no_last_position() -> None:
+    """Angles in float64: at position ten million float32 would be off by half a radian."""
+    far = sinusoid(torch.tensor([10_000_001]), 4, Sinusoidal())
+    assert far[0, 0].item() == pytest.approx(math.sin(10_000_001), abs=1e-6)
+
+
+def test_layers_of_one_kind_share_a_table_and_others_do_not() -> None:
+    shared = build(model_config("t5", layers=3))
+    assert [n for n, _ in shared.named_parameters() if "relative" in n] == ["decoder.relative.L"]
+    mixer = cfg.Attention(6, head_dim=8, position=cfg.T5Bias(8, 20, shared=False))
+    kinds = {"L": cfg.Layer(mixer, cfg.Gated(40))}
+    own = build(cfg.ModelConfig(24, VOCAB, 96, cfg.Stack(3, kinds)))
+    names = [n for n, _ in own.named_parameters() if "relative" in n]
+    assert names == [f"decoder.layers.{i}.mixer.relative" for i in range(3)]
+    text = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    before = logits_of(own, [(text, 96)])
+    for i in range(3):  # every table is read
+        with torch.no_grad():
+            own.decoder.layers[i].mixer.relative.add_(torch.randn(8, 6, dtype=torch.float64))  # type: ignore[union-attr,operator]
+        after = logits_of(own, [(text, 96)])
+        assert float((after - before).abs().max()) > 1e-3
+        before = after
