@@ -343,17 +343,26 @@ def _check_model(config: ModelConfig) -> None:
         _check_attention(config, layer.mixer, f"decoder.kinds.{letter}.mixer")
         _at_least(1, layer.mlp.hidden, f"decoder.kinds.{letter}.mlp.hidden")
         _check_eps(layer.norm, f"decoder.kinds.{letter}.norm")
+    if config.embedding_norm is not None:
+        _check_eps(config.embedding_norm, "embedding_norm")
+    _above_zero(config.head.softcap, "head.softcap")
     _check_position(config)
 
 
 def _check_position(config: ModelConfig) -> None:
     position = config.position
+    if position is not None:
+        _at_least(0, position.offset, "position.offset")
     if isinstance(position, LearnedPositions) and config.limit + position.offset > position.size:
         raise ConfigError(
             f"limit {config.limit} (+ offset {position.offset}) exceeds the position table's {position.size} rows"
         )
-    if isinstance(position, SinusoidalPositions) and config.width % 2:
-        raise ConfigError(f"position.kind sinusoidal needs an even width, found {config.width}")
+    if isinstance(position, SinusoidalPositions):
+        _above_zero(position.base, "position.base")
+        if config.width % 2:
+            raise ConfigError(f"position.kind sinusoidal needs an even width, found {config.width}")
+        if position.form == "fairseq" and config.width < 4:
+            raise ConfigError(f"position.form fairseq needs a width of at least 4, found {config.width}")
 
 
 def _check_attention(config: ModelConfig, mixer: Attention, where: str) -> None:
@@ -371,29 +380,63 @@ def _check_attention(config: ModelConfig, mixer: Attention, where: str) -> None:
     for name in ("value_dim", "window"):
         if getattr(mixer, name) is not None:
             _at_least(1, getattr(mixer, name), f"{where}.{name}")
-    if mixer.softcap is not None and mixer.softcap <= 0:
-        raise ConfigError(f"{where}.softcap: must be above 0, found {mixer.softcap}")
+    _above_zero(mixer.softcap, f"{where}.softcap")
     if isinstance(mixer.position, Rope):
         _check_rope(mixer.position, dim, f"{where}.position")
+    if isinstance(mixer.position, T5Bias):
+        _check_buckets(mixer.position, f"{where}.position")
+
+
+def _check_buckets(bias: T5Bias, where: str) -> None:
+    ways = 2 if bias.bidirectional else 1
+    _at_least(2 * ways, bias.buckets, f"{where}.buckets")
+    exact = bias.buckets // ways // 2
+    if bias.max_distance <= exact:
+        raise ConfigError(f"{where}.max_distance: must exceed the {exact} exact buckets, found {bias.max_distance}")
 
 
 def _check_rope(rope: Rope, dim: int, where: str) -> None:
     rotated = int(dim * rope.fraction)
     if not 0 < rope.fraction <= 1 or rotated < 2 or rotated % 2:
         raise ConfigError(f"{where}.fraction: {rope.fraction} of head_dim {dim} is {rotated} dims, not an even number")
-    if rope.theta <= 0:
-        raise ConfigError(f"{where}.theta: must be above 0, found {rope.theta}")
-    if isinstance(rope.scaling, LongRopeScaling):
+    _above_zero(rope.theta, f"{where}.theta")
+    if rope.scaling is not None:
+        _check_scaling(rope.scaling, rotated, f"{where}.scaling")
+
+
+def _check_scaling(scaling: Scaling, rotated: int, where: str) -> None:
+    _above_zero(scaling.factor, f"{where}.factor")
+    if not isinstance(scaling, LinearScaling):
+        _at_least(1, scaling.original, f"{where}.original")
+    if isinstance(scaling, DynamicScaling) and rotated == 2:
+        raise ConfigError(f"{where}.kind: dynamic needs more than 2 rotated dims")
+    if isinstance(scaling, (YarnScaling, LongRopeScaling)):
+        _above_zero(scaling.attention_factor, f"{where}.attention_factor")
+    if isinstance(scaling, YarnScaling):
+        _above_zero(scaling.beta_slow, f"{where}.beta_slow")
+        if scaling.beta_fast < scaling.beta_slow:
+            raise ConfigError(f"{where}.beta_fast: {scaling.beta_fast} is below beta_slow {scaling.beta_slow}")
+    if isinstance(scaling, Llama3Scaling):
+        _above_zero(scaling.low_freq_factor, f"{where}.low_freq_factor")
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise ConfigError(f"{where}.high_freq_factor: must exceed low_freq_factor {scaling.low_freq_factor}")
+    if isinstance(scaling, LongRopeScaling):
         for name in ("short", "long"):
-            if len(getattr(rope.scaling, name)) != rotated // 2:
-                raise ConfigError(
-                    f"{where}.scaling.{name}: {len(getattr(rope.scaling, name))} factors for {rotated // 2} frequencies"
-                )
+            factors = getattr(scaling, name)
+            if len(factors) != rotated // 2:
+                raise ConfigError(f"{where}.{name}: {len(factors)} factors for {rotated // 2} frequencies")
+            for index, factor in enumerate(factors):
+                _above_zero(factor, f"{where}.{name}[{index}]")
 
 
 def _check_eps(norm: Norm, where: str) -> None:
     if norm.eps < 0:
         raise ConfigError(f"{where}.eps: must not be negative, found {norm.eps}")
+
+
+def _above_zero(value: float | None, where: str) -> None:
+    if value is not None and value <= 0:
+        raise ConfigError(f"{where}: must be above 0, found {value}")
 
 
 def _at_least(low: int, value: int, where: str) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.native import load_model
+from kvad.checkpoint.native import Checkpoint, load, load_model
+from kvad.config import ModelConfig
 from kvad.engine.completion import Completion, Sample, TextScore, Timings, Usage
 from kvad.engine.engine import Engine, Piece
 from kvad.engine.request import Sampling, TokenScore
@@ -68,14 +69,16 @@ class LLM:
         ``cache_dtype`` (default: the model's).  Raises CheckpointError for a folder that is not a whole checkpoint,
         ConfigError for a cache that cannot be, MemoryPlanError (before it is allocated) for one that would not fit.
         """
-        model, checkpoint = load_model(Path(path), dtype=dtype, device=device)
         if cache_dtype is not None:
             cache["dtype"] = cache_dtype
-        config = memory if memory is not None else default_cache(model, **cache)
         if memory is not None and cache:
             raise RequestError(f"memory= and {next(iter(cache))}= both given", "put it in the CacheConfig")
+        checkpoint = load(Path(path))
+        computed = _computed_dtype(checkpoint, dtype, device)
+        config = memory if memory is not None else default_cache(checkpoint.config, computed, **cache)
         if torch.device(device).type == "cpu":
-            require(plan_memory(model.config, config), available_bytes())
+            require(plan_memory(checkpoint.config, config, weights_dtype=computed), available_bytes())
+        model, checkpoint = load_model(Path(path), dtype=dtype, device=device)
         return LLM(model, checkpoint.tokenizer, config)
 
     # ------------------------------------------------------------ text out
@@ -296,10 +299,18 @@ class _Collector:
         return Timings(first, end - self._began, (count - 1) / decode if count > 1 and decode > 0 else 0.0)
 
 
-def default_cache(model: Transformer, **fields: Any) -> CacheConfig:
-    """Paged, the model's own dtype (float16 compute has none on CPU), eight rows of the model's limit."""
-    dtype = str(model.embed.tokens.weight.dtype).removeprefix("torch.")
-    chosen: dict[str, Any] = {"capacity": model.config.limit, "dtype": dtype, **fields}
+def _computed_dtype(checkpoint: Checkpoint, dtype: str | None, device: str) -> str:
+    """What the model will compute in: as asked, else as stored (float16 is widened on a CPU)."""
+    if dtype is not None:
+        return dtype
+    embedding = checkpoint.tensors.get("embed.tokens.weight")  # mapped, not read; load_model names it when missing
+    stored = "float32" if embedding is None else str(embedding.dtype).removeprefix("torch.")
+    return "float32" if stored == "float16" and torch.device(device).type == "cpu" else stored
+
+
+def default_cache(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
+    """Paged, in the dtype that the model computes in, eight rows of the model's limit."""
+    chosen: dict[str, Any] = {"capacity": model.limit, "dtype": dtype, **fields}
     try:
         return CacheConfig(**chosen)
     except TypeError as error:

@@ -92,7 +92,9 @@ def _read_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
         by_kind = {_kind_name(k): k for k in structures}
         if len(structures) == 1:
             return _read(structures[0], data, where)
-        name = data.get("kind")
+        if "kind" not in data:
+            raise ConfigError(f"missing key {where}.kind", f"known: {', '.join(sorted(by_kind))}")
+        name = data["kind"]
         if name not in by_kind:
             raise ConfigError(f"{where}.kind: {name!r} is not known", nearest(str(name), by_kind))
         return _read(by_kind[name], data, where)
@@ -104,7 +106,8 @@ def _read_union(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
             return _read(kind, data, where)
         except ConfigError as error:
             errors.append(error.message)
-    raise ConfigError(errors[0] if errors else f"{where}: expected an object or null, found {data!r}")
+    wanted = "an object or null" if type(None) in kinds else "an object"
+    raise ConfigError(errors[0] if errors else f"{where}: expected {wanted}, found {data!r}")
 
 
 def _kind_name(cls: Any) -> str:

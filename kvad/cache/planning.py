@@ -159,7 +159,7 @@ def require(plan: MemoryPlan, available: int | None) -> None:
     if available is None or plan.total <= available:
         return
     message = (
-        f"{plan.cache.rows} rows of {plan.cache.capacity:,} tokens need {_shown(plan.total)} (weights "
+        f"{plan.cache.rows:,} rows of {plan.cache.capacity:,} tokens need {_shown(plan.total)} (weights "
         f"{_shown(plan.weights)}, cache {_shown(plan.pool)}, work {_shown(plan.scratch + plan.activations)}) "
         f"and {_shown(available)} is available"
     )
@@ -179,7 +179,7 @@ def _advice(plan: MemoryPlan, available: int) -> str:
 
 
 def fits(plan: MemoryPlan, memory: int) -> tuple[Fit, ...]:
-    """The largest rows x capacity whose whole plan (weights and work too, unlike ``sizing.fit``) stays in ``memory``.
+    """The largest rows x capacity whose whole plan (weights and work too) stays in ``memory``.
 
     One line for 1, 2, 4, ... rows with the longest capacity in whole blocks, up to the model's limit, and one for the
     most rows of the capacity that was planned.  Empty when not even a row of one block fits.

@@ -16,13 +16,12 @@ Contiguous is paged with one block per row (``block_size`` = the whole row, or t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from kvad.config import MixerSpec
-from kvad.errors import ConfigError, MemoryPlanError, nearest
+from kvad.errors import ConfigError, nearest
 from kvad.step import RESERVED_BLOCKS
 
 __all__ = [
@@ -31,8 +30,6 @@ __all__ = [
     "Fit",
     "Group",
     "GroupBytes",
-    "cache_bytes",
-    "fit",
     "group_bytes",
     "groups",
 ]
@@ -142,54 +139,6 @@ def group_bytes(group: Group, dtype: str) -> GroupBytes:
     slots = group.blocks * group.block_size
     per_row = group.blocks_per_row * group.block_size * (per_token + POSITION_BYTES)
     return GroupBytes(slots * per_token, slots * POSITION_BYTES, per_token, POSITION_BYTES, per_row)
-
-
-def cache_bytes(mixers: Iterable[MixerSpec], config: CacheConfig) -> int:
-    """Payload and columns of every group, reserved blocks included."""
-    return sum(group_bytes(group, config.dtype).total for group in groups(mixers, config))
-
-
-def fit(mixers: Sequence[MixerSpec], config: CacheConfig, budget: int) -> tuple[Fit, ...]:
-    """The largest caches within ``budget`` bytes, for contexts up to ``config.capacity`` tokens.
-
-    One line for 1, 2, 4, ... rows with the longest capacity that each may have (in whole blocks), and one for the
-    most rows that reach ``config.capacity``.  ``config.rows`` and ``config.blocks`` are what is asked: they are not
-    read.  MemoryPlanError when not even one row of one block fits.
-    """
-
-    def cost(rows: int, capacity: int) -> int:
-        return cache_bytes(mixers, replace(config, rows=rows, capacity=capacity, blocks=None))
-
-    def affordable(rows: int, units: int) -> bool:
-        return cost(rows, units * unit) <= budget
-
-    unit = min(config.block_size, config.capacity)
-    if cost(1, unit) > budget:
-        raise MemoryPlanError(
-            f"{budget} bytes hold no cache: one row of {unit} tokens takes {cost(1, unit)} bytes",
-            "give more memory, or a smaller cache dtype",
-        )
-    found: set[tuple[int, int]] = set()
-    rows = 1
-    while cost(rows, unit) <= budget and rows <= MOST_ROWS:
-        if cost(rows, config.capacity) <= budget:
-            found.add((rows, config.capacity))
-        else:
-            found.add((rows, unit * _largest(config.capacity // unit, partial(affordable, rows))))
-        rows *= 2
-    full = _largest(MOST_ROWS, lambda n: cost(n, config.capacity) <= budget)
-    if full:
-        found.add((full, config.capacity))
-    return tuple(Fit(rows, capacity, cost(rows, capacity)) for rows, capacity in sorted(found))
-
-
-def _largest(high: int, holds: Callable[[int], bool]) -> int:
-    """The largest n in 0..high with ``holds(n)``, which must be true up to a point and false after it."""
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low
 
 
 def _ceil(a: int, b: int) -> int:

@@ -4,8 +4,8 @@ A folder is written under a hidden temporary name *beside* its final one, every 
 the disk, and one rename makes it visible; then the parent is flushed, so that the rename itself survives a power cut.
 Where a folder of that name exists, it is first renamed aside and is deleted only when the new one is durable::
 
-    .NAME.PID.tmp     being written, or left behind by a process that died: never read, swept by the next write
-    .NAME.PID.old     replaced; while NAME itself is missing (killed between two renames) it is the whole one
+    .NAME.PID.RANDOM.tmp    being written, or left behind by a process that died: never read, swept by the next write
+    .NAME.PID.RANDOM.old    replaced; while NAME is missing (killed between two renames) it is the whole one
 
 Invariant: at every moment, ``survivor(NAME)`` or NAME is a whole folder, if ever one was written.  After a failed
 flush nothing is tried again as if it were clean: the temporary folder is dropped and SaveError is raised.
@@ -24,10 +24,10 @@ from pathlib import Path
 
 from kvad.errors import SaveError
 
-__all__ = ["discard", "new_folder", "refused", "survivor", "write_bytes"]
+__all__ = ["discard", "new_folder", "refused", "survivor", "sweep", "write_bytes"]
 
 _STARTED_NS = time.time_ns()
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<kind>tmp|old)")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def new_folder(final: Path, *, replaces: Sequence[Path] = ()) -> Iterator[Path]:
     parent, temporary = final.parent, _aside(final, "tmp")
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        _sweep(parent)
+        sweep(parent)
         temporary.mkdir()
         yield temporary
         _flush_tree(temporary)
@@ -52,20 +52,23 @@ def new_folder(final: Path, *, replaces: Sequence[Path] = ()) -> Iterator[Path]:
 
 
 def _swap(temporary: Path, final: Path, replaces: Sequence[Path]) -> None:
+    """Set aside, rename, flush; if any of it fails, everything back to where it was."""
     moved: list[tuple[Path, Path]] = []
     try:
         for old in replaces:
-            if old.exists():
-                aside = _aside(old, "old")
-                old.rename(aside)
-                moved.append((aside, old))
+            if old.exists():  # final may be named twice
+                moved.append((_aside(old, "old"), old))
+                old.rename(moved[-1][0])
         temporary.rename(final)
+        _flush(final.parent)
     except BaseException:
+        with suppress(OSError):
+            if not temporary.exists():
+                final.rename(temporary)
         for aside, old in reversed(moved):
             with suppress(OSError):
                 aside.rename(old)
         raise
-    _flush(final.parent)
     for aside, _ in moved:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -81,7 +84,7 @@ def discard(folder: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace one file: written beside, flushed, renamed.  Raises SaveError; the old file is then whole."""
+    """Replace one file: written beside, flushed, renamed.  Raises SaveError; the file is then whole, old or new."""
     temporary = _aside(path, "tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +115,7 @@ def refused(path: Path, error: OSError) -> SaveError:
 
 
 def _aside(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.{kind}")
+    return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.{kind}")
 
 
 def _leftovers(parent: Path) -> Iterator[tuple[Path, str, str]]:
@@ -123,7 +126,7 @@ def _leftovers(parent: Path) -> Iterator[tuple[Path, str, str]]:
                 yield path, match["name"], match["kind"]
 
 
-def _sweep(parent: Path) -> None:
+def sweep(parent: Path) -> None:
     """Bring back what was left between two renames, and delete what dead processes left behind."""
     for path, name, kind in list(_leftovers(parent)):
         if _is_in_use(path):

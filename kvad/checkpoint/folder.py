@@ -19,7 +19,7 @@ __all__ = ["CONFIG", "MANIFEST", "MODEL", "TRAINING", "is_run", "locate", "read_
 CONFIG, MANIFEST, MODEL, TRAINING = "config.json", "manifest.json", "model.safetensors", "training"
 
 _STEP = re.compile(r"step-\d+")
-_REPLACED = re.compile(r"\.step-\d+\.\d+\.old")
+_REPLACED = re.compile(r"\.step-\d+\.\d+\.[0-9a-f]{8}\.old")
 
 
 def locate(path: Path) -> Path:

@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvad.checkpoint.atomic import discard, new_folder, refused
+from kvad.checkpoint.atomic import discard, new_folder, refused, sweep
 from kvad.checkpoint.folder import CONFIG, MANIFEST, MODEL, TRAINING, locate, read_json, steps_of
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, ConfigError, UsageError, nearest
@@ -99,11 +99,15 @@ def save_step(
     training: Training | None = None,
     *,
     keep: int = 2,
-    replaces: Sequence[Path] = (),
+    fresh: bool = False,
 ) -> Path:
-    """Write ``run/checkpoints/step-N`` and then delete all but the newest ``keep``.  Raises as :func:`save` does."""
+    """Write ``run/checkpoints/step-N`` and then delete all but the newest ``keep``.
+
+    ``fresh``: the first save of a new run: the steps of an old one give way in the same move.  Raises as :func:`save`.
+    """
     folder = run / "checkpoints" / f"step-{step:08d}"
-    save(folder, config, tensors, tokenizer, training, replaces=replaces)
+    sweep(folder.parent)  # brings back what an overwriting process had set aside when it died
+    save(folder, config, tensors, tokenizer, training, replaces=steps_of(run) if fresh else ())
     for old in steps_of(run)[:-keep]:
         discard(old)
     return folder

@@ -6,8 +6,9 @@ Numbers go to stdout, progress to stderr; ``--out`` keeps the JSON line and a fi
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -17,8 +18,9 @@ from kvad.errors import RequestError
 if TYPE_CHECKING:
     from kvad.lab.bench import BenchResult
 
-__all__ = ["bench", "bench_lines"]
+__all__ = ["bench", "bench_lines", "keep"]
 
+T = TypeVar("T")
 TOKENS = (64, 128, 256, 512)
 
 
@@ -32,7 +34,7 @@ def bench() -> None:
 @click.option("--tokens", metavar="N,N,...", help="New tokens to time [default: 64,128,256,512, or what fits].")
 @click.option("--prompt", default="", help="What to continue [default: the opening token].")
 @click.option("--repeats", type=int, default=3, show_default=True, help="Every number is the median of so many runs.")
-@click.option("--out", type=click.Path(path_type=Path), help="A folder for bench-cache.jsonl and bench-cache.png.")
+@click.option("--out", type=click.Path(path_type=Path), help="A folder for the JSON lines and the figure.")
 @json_option
 def cache(model: Path, tokens: str | None, prompt: str, repeats: int, out: Path | None, as_json: bool) -> None:
     """Generation with the cache, by recomputation, and with a cache grown by torch.cat, taking turns.
@@ -52,8 +54,8 @@ def cache(model: Path, tokens: str | None, prompt: str, repeats: int, out: Path 
             if room < TOKENS[-1]:
                 click.echo(f"kvad: the model's limit leaves room for {room} new tokens: timing {marks}", err=True)
         result = bench_cache(llm, marks, repeats, _progress, prompt=prompt)
-    if out is not None:
-        _keep(result, out)
+    for path in [] if out is None else keep(result, out):
+        click.echo(f"kvad: figure: {path}", err=True)
     if as_json:
         emit_json(result)
     else:
@@ -73,10 +75,27 @@ def _progress(curve: str, done: int, total: int) -> None:
         click.echo(f"\r{curve:<10} {done:>6} of {total} tokens ", err=True, nl=False)
 
 
-def _keep(result: BenchResult, out: Path) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "bench-cache.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json_line(result) + "\n")
+def keep(result: BenchResult, out: Path) -> list[Path]:
+    """Write ``bench-cache.json`` (the whole result), ``bench-cache.jsonl`` (a line per curve and mark, for ``kvad
+    plot``) and the figure; returns the figure's files, none where matplotlib is not installed."""
+    from kvad.text.base import write_text
+
+    write_text(out / "bench-cache.json", json_line(result) + "\n")
+    write_text(out / "bench-cache.jsonl", "".join(f"{json_line(line)}\n" for line in result.lines()))
+    return _figure(result, out)
+
+
+def _figure(result: BenchResult, out: Path) -> list[Path]:
+    from kvad.lab.plot import Series, draw
+
+    series = [Series(name, result.tokens, curve.seconds, dots=True) for name, curve in _names(result.curves).items()]
+    files = [out / "bench-cache.png", out / "bench-cache.svg"]
+    title = f"{result.speedup[-1]:.1f} times faster with the cache at {result.tokens[-1]} new tokens"
+    try:
+        return draw(series, files, title=title, x_label="new tokens", y_label="seconds", log_x=True, log_y=True)
+    except ModuleNotFoundError:
+        click.echo("kvad: no figure: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
+        return []
 
 
 def bench_lines(result: BenchResult) -> list[str]:
@@ -95,16 +114,22 @@ def bench_lines(result: BenchResult) -> list[str]:
     ]
 
 
+def _names(curves: Mapping[str, T]) -> dict[str, T]:
+    """The curves as they are called in print."""
+    called = {"cache": "cache", "cat": "torch.cat", "recompute": "recompute"}
+    return {text: curves[name] for name, text in called.items()}
+
+
 def _times(result: BenchResult) -> list[str]:
-    names = {"cache": "cache", "cat": "torch.cat", "recompute": "recompute"}
-    head = f"{'new tokens':>10}" + "".join(f"{text:>14}" for text in names.values()) + f"{'speedup':>10}"
+    curves = _names(result.curves)
+    head = f"{'new tokens':>10}" + "".join(f"{text:>14}" for text in curves) + f"{'speedup':>10}"
     rows = [
         f"{mark:>10}"
-        + "".join(f"{result.curves[name].seconds[at]:>12.3f} s" for name in names)
+        + "".join(f"{curve.seconds[at]:>12.3f} s" for curve in curves.values())
         + f"{result.speedup[at]:>9.1f}x"
         for at, mark in enumerate(result.tokens)
     ]
-    slopes = f"{'exponent':>10}" + "".join(f"{result.curves[name].exponent:>14.2f}" for name in names)
+    slopes = f"{'exponent':>10}" + "".join(f"{curve.exponent:>14.2f}" for curve in curves.values())
     return [head, *rows, slopes]
 
 
@@ -112,7 +137,7 @@ def _meaning(result: BenchResult) -> list[str]:
     first, last = min(32, result.tokens[-1]), result.tokens[-1]
     lines = [
         f"one token, {name + ':':<11} {curve.early:8.2f} ms at token {first}, {curve.late:8.2f} ms at token {last}"
-        for name, curve in result.curves.items()
+        for name, curve in _names(result.curves).items()
     ]
     return [
         *lines,
@@ -140,8 +165,6 @@ def _counts(result: BenchResult) -> list[str]:
 def _chart(result: BenchResult) -> str:
     from kvad.lab.chart import chart
 
-    return chart(_points(result), x="new tokens", y="seconds")
-
-
-def _points(result: BenchResult) -> dict[str, list[tuple[float, float]]]:
-    return {name: list(zip(result.tokens, curve.seconds, strict=True)) for name, curve in result.curves.items()}
+    curves = _names(result.curves).items()
+    points = {name: list(zip(result.tokens, curve.seconds, strict=True)) for name, curve in curves}
+    return chart(points, x="new tokens", y="seconds")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 RESULT = "demo.json"
-CONTEXT, LIMIT = 256, 1024  # tokens of a training row; tokens of the longest row that the model may hold
+CONTEXT, LIMIT = 256, 4096  # tokens of a training row; tokens of the longest row that the model may hold
 MARKS = (64, 128, 256, 512)
 PROMPT = "def "
 
@@ -135,7 +135,9 @@ def _sing(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     stats = llm.engine.ledger.stats()
     page.say()
-    page.say(f"({tokens} tokens, {tokens / seconds:.0f} tokens/s; {stats.evictable[0]} blocks kept for whoever says it again)")
+    page.say(
+        f"({tokens} tokens, {tokens / seconds:.0f} tokens/s; {stats.evictable[0]} blocks kept for whoever says it again)"
+    )
     return {"prompt": PROMPT, "text": text, "tokens": tokens, "seconds": seconds}
 
 

@@ -221,7 +221,7 @@ def _label(answers: Sequence[_Answer], key: Key) -> str:
 
 
 def _text(llm: LLM, tokens: Sequence[int]) -> str:
-    return " ".join(map(str, tokens)) if llm.tokenizer is None else llm.tokenizer.decode(tokens)
+    return "".join(f"{token} " for token in tokens) if llm.tokenizer is None else llm.tokenizer.decode(tokens)
 
 
 def _tell(llm: LLM, answers: Sequence[_Answer], options: dict[str, Any], stats: RunStats | None) -> None:

@@ -41,8 +41,8 @@ def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str
 @click.option("--dtype", "dtypes", callback=_names, default=",".join(DTYPES), show_default=True)
 @click.option("--rows", type=int, help="Ragged rows, beside a forked and a prefix-sharing one.  [default: 5]")
 @click.option("--chunk", type=int, default=32, show_default=True, help="Tokens of a prompt in one step, at most.")
-@click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
-@click.option("--tokens", type=int, default=32, show_default=True, help="Tokens generated after every prompt.")
+@click.option("--block-size", type=int, help="Slots of a block (paged).  [default: 16, or what fits]")
+@click.option("--tokens", type=int, help="Tokens generated after every prompt.  [default: 32, or what fits]")
 @click.option("--preempt/--no-preempt", default=True, show_default=True, help="Preempt rows and compute them again.")
 @click.option("--prefix-hit/--no-prefix-hit", default=True, show_default=True, help="Let a row share another's prefix.")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A row's prompt; again for more rows.")
@@ -56,8 +56,8 @@ def verify(
     dtypes: tuple[str, ...],
     rows: int | None,
     chunk: int,
-    block_size: int,
-    tokens: int,
+    block_size: int | None,
+    tokens: int | None,
     preempt: bool,
     prefix_hit: bool,
     prompts: tuple[str, ...],
@@ -80,11 +80,12 @@ def verify(
         raise UsageError(f"--rows {rows}, but {len(prompts)} prompts", "leave --rows out: every --prompt is a row")
     _check_positive({"--rows": rows, "--chunk": chunk, "--block-size": block_size, "--tokens": tokens})
     from kvad.checkpoint.native import load_model
-    from kvad.lab.verify import Options
+    from kvad.lab.scenario import Options, fitting
     from kvad.lab.verify import verify as hold_against_the_judge
 
-    options = Options(layouts, dtypes, rows or len(prompts) or 5, chunk, block_size, tokens, preempt, prefix_hit)
     loaded, checkpoint = load_model(model)
+    tokens, block_size = fitting(loaded.config, tokens, block_size)
+    options = Options(layouts, dtypes, rows or len(prompts) or 5, chunk, block_size, tokens, preempt, prefix_hit)
     ids = _prompts(loaded.config, options, checkpoint.tokenizer, prompts)
     with console().status("verifying") as status:
         report = hold_against_the_judge(
@@ -196,7 +197,10 @@ def _print_findings(report: Report) -> None:
         names = ", ".join(f"{m.layout} {m.dtype}" for m in broken if m.finding == finding)
         click.echo(f"BROKEN     {names}")
         if finding is None:
-            click.echo("           no layer's attention differs: look at what follows it (norms, MLP, head)")
+            click.echo(
+                "           no q, k, v or attention output differs beyond rounding: look at what follows them, or at a "
+                "model whose own float64 noise is above 1e-10"
+            )
         else:
             click.echo(f"fault      {finding.sentence()}")
             click.echo(f"usually    {finding.causes}")

@@ -154,9 +154,13 @@ def _has_penalty(s: Sampling) -> bool:
 
 def temper(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
     """z / tau; rows at temperature 0 (greedy) and 1 stay as they are."""
-    if all(job.sampling.temperature in (0.0, 1.0) for job in jobs):
+    taus = [job.sampling.temperature or 1.0 for job in jobs]
+    if all(tau == 1 for tau in taus):
         return scores
-    return scores / _column([job.sampling.temperature or 1.0 for job in jobs], scores)
+    best = scores.amax(dim=-1, keepdim=True)
+    below = scores - best.masked_fill(best == -math.inf, 0.0)  # so that a tiny tau gives -inf and never infinity
+    used = torch.tensor([tau != 1 for tau in taus], device=scores.device).unsqueeze(-1)
+    return torch.where(used, below / _column([max(tau, 1e-30) for tau in taus], scores), scores)
 
 
 def keep_top_k(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
@@ -207,7 +211,8 @@ def keep_typical(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
 
 
 def _drop(scores: Tensor, ids: Tensor, out: Tensor) -> Tensor:
-    """-inf where ``out`` (in the order of ``ids``) says so."""
+    """-inf where ``out`` (in the order of ``ids``) says so; the first of the order stays, whatever a rounded p says."""
+    out[:, 0] = False
     return scores.masked_fill(torch.zeros_like(out).scatter(-1, ids, out), -math.inf)
 
 

@@ -91,6 +91,19 @@ class BenchResult:
     agree: int
     counted: tuple[Counted, ...]
 
+    def lines(self) -> list[dict[str, object]]:
+        """One flat object per curve and mark, each with machine and commit: what ``kvad plot`` reads."""
+        run = {"what": self.what, "machine": self.machine, "commit": self.commit, "parameters": self.parameters}
+        run |= {"dtype": self.dtype, "cache_dtype": self.cache_dtype, "layout": self.layout, "repeats": self.repeats}
+        found: list[dict[str, object]] = []
+        for name, curve in self.curves.items():
+            for at, counted in enumerate(self.counted):
+                cost = counted.recomputed if name == "recompute" else counted.cached
+                numbers = {"tokens": counted.tokens, "seconds": curve.seconds[at], "exponent": curve.exponent}
+                numbers |= {"fastest": curve.fastest[at], "slowest": curve.slowest[at]}
+                found.append({**run, "curve": name, **numbers, "flops": cost.flops, "bytes": cost.bytes})
+        return found
+
 
 def bench_cache(
     llm: LLM,
@@ -109,7 +122,7 @@ def bench_cache(
     start = _start(llm, prompt)
     _check(llm, marks, len(start), repeats)
     bench = _Bench(llm, start, marks)
-    bench.run(1 + 2 * AROUND)  # warm
+    bench.run(min(2 * AROUND, marks[-1]))  # warm
     bench.engine.times = StepTimes()
     runs: list[dict[str, list[float]]] = []
     for number in range(repeats):
@@ -211,13 +224,15 @@ class _Bench:
         self._runs += 1
         sampling = Sampling(max_tokens=total, temperature=0, ignore_eos=True)
         request = self.engine.submit(self.start, sampling, salt=f"bench {self._runs}")
-        while not self.engine.idle:
-            for piece in self.engine.step():
-                if piece.error is not None:
-                    raise EngineError(f"bench: {piece.error}")
-                if piece.token is not None:
-                    yield piece.token
-        self.engine.usage(request)
+        try:
+            while not self.engine.idle:
+                for piece in self.engine.step():
+                    if piece.error is not None:
+                        raise EngineError(f"bench: {piece.error}")
+                    if piece.token is not None:
+                        yield piece.token
+        finally:
+            self.engine.cancel(request)
 
     @torch.inference_mode()
     def _next(self, tokens: Sequence[int], first: int, memory: Memory, limit: int) -> int:

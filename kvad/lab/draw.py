@@ -160,7 +160,9 @@ def _xml(text: str) -> str:
 
 
 def as_json(tokens: Sequence[int], pieces: Sequence[str], maps: Sequence[AttentionMap]) -> dict[str, object]:
-    """``{"tokens": [T], "pieces": [T], "attention": [{"layer", "head", "weights": [T][T]}]}``; null is NaN or infinite."""
+    """``{"tokens": [T], "pieces": [T], "attention": [{"layer", "head", "weights": [T][T]}]}``;
+    null where a weight is not finite.
+    """
     attention = [
         {
             "layer": one.layer,

@@ -3,8 +3,9 @@
 Rules (the same text is printed):
 
 * *structure* is judged in float64, model and cache: exact is max |dlogit| <= 1e-10 at every position that was computed;
-* the stored dtype is judged beside a float32 judge (float64 beside a float64 one) with the tolerance
-  ``(256 eps(compute) + 8 eps(stored, where it is coarser)) * max |logit|``;
+* a stored dtype is judged beside a float32 judge (float64 beside a float64 one) with the tolerance
+  float64: 1e-10; float32: ``256 eps(float32) * max |logit|``, or 16 times the float64 twin's own rounding noise carried
+  over to float32 where that is more; halves: that and ``8 eps(stored) * max |logit|``;
 * **exact**: exact structure, float32 or float64 stored, within the tolerance, and the same greedy token everywhere but
   at ties; a tie is a position where the judge's best two logits are closer than twice the tolerance;
 * **within tolerance**: exact structure, a half precision stored, max |dlogit| within the tolerance;
@@ -28,11 +29,12 @@ Verdict = Literal["exact", "within tolerance", "lossy by design", "BROKEN"]
 
 RULES = (
     "structure: float64 model and cache, max |dlogit| <= 1e-10",
-    "tolerance: (256 eps(compute) + 8 eps(stored, where coarser)) x max |logit|",
+    "tolerance: float64 1e-10; float32 256 eps x max |logit|, or 16 x the float64 noise in float32's measure if more",
+    "           bfloat16, float16: that + 8 eps(stored) x max |logit|",
     "exact: exact structure, float32 or float64 stored, within the tolerance, the same greedy tokens but for ties",
     "tie: the judge's best two logits are closer than twice the tolerance",
     "within tolerance: exact structure, bfloat16 or float16 stored, within the tolerance",
-    "lossy by design: exact structure, beyond the tolerance, yet the first layer reads the true keys and values, rounded",
+    "lossy by design: exact structure, beyond the tolerance, yet what is read are the true keys and values, rounded",
 )
 
 

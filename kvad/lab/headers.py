@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvad.errors import CheckpointError
 
-__all__ = ["TensorInfo", "read_headers", "stored_dtype", "weight_files"]
+__all__ = ["TensorInfo", "read_headers", "stored_dtype"]
 
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 OTHERS = {"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}
@@ -30,27 +29,18 @@ class TensorInfo(NamedTuple):
     bytes: int
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """``model.safetensors``, or its parts ``model-00001-of-00004.safetensors``, in order."""
-    return sorted(folder.glob("model*.safetensors"))
-
-
-def stored_dtype(folder: Path) -> str | None:
-    """The float dtype that holds most of a checkpoint's bytes; None where no weights are there."""
+def stored_dtype(path: Path) -> str | None:
+    """The float dtype that holds most of a file's bytes; None where there is none."""
     totals = dict.fromkeys(DTYPES.values(), 0)
-    for tensor in read_headers(weight_files(folder)):
+    for tensor in read_headers(path):
         if tensor.dtype in totals:
             totals[tensor.dtype] += tensor.bytes
     best = max(totals, key=lambda name: totals[name])
     return best if totals[best] else None
 
 
-def read_headers(files: Iterable[Path]) -> list[TensorInfo]:
-    """Every tensor of the files, in the order of their data.  CheckpointError for a file that is not whole."""
-    return [tensor for path in files for tensor in _read_file(path)]
-
-
-def _read_file(path: Path) -> list[TensorInfo]:
+def read_headers(path: Path) -> list[TensorInfo]:
+    """Every tensor of a file, in the order of its data.  CheckpointError for a file that is missing or not whole."""
     header, data_bytes = _read_header(path)
     header.pop("__metadata__", None)
     found = []
@@ -73,6 +63,8 @@ def _read_file(path: Path) -> list[TensorInfo]:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """(the header, bytes of data after it)."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", "the checkpoint is not whole: copy it again")
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -15,17 +15,14 @@ from typing import Any, NamedTuple
 
 from kvad.cache.planning import BUDGET, MemoryPlan
 from kvad.cache.weights import part_of, parts, weight_shapes
+from kvad.checkpoint.folder import MODEL, TRAINING, locate, read_json
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError
 from kvad.lab.draw import AttentionMap
-from kvad.lab.headers import TensorInfo, read_headers, weight_files
+from kvad.lab.headers import TensorInfo, read_headers
 from kvad.lab.plan import memory_json, plan_target, read_target
 from kvad.text.base import FILE_NAME
 
 __all__ = ["Attention", "Summary", "TokenizerSummary", "attention_maps", "outline", "summarise", "to_json"]
-
-
-NOT_TRAINING = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
 
 
 class TokenizerSummary(NamedTuple):
@@ -60,22 +57,18 @@ class Attention(NamedTuple):
 
 def summarise(folder: Path) -> Summary:
     """Raises CheckpointError for what is not a whole checkpoint, ConfigError for a config that cannot be."""
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}", "name a folder that kvad wrote")
-    target = read_target(str(folder))
-    files = weight_files(folder)
-    if not files:
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no model.safetensors")
-    tensors = tuple(read_headers(files))
+    path = locate(folder)
+    target = read_target(str(path))
+    tensors = tuple(read_headers(path / MODEL))
     return Summary(
-        path=folder,
+        path=path,
         config=target.config,
         tensors=tensors,
         parameters=parts({tensor.name: tensor.shape for tensor in tensors}),
         problems=tuple(_problems(target.config, tensors)),
         plan=plan_target(target, budget=BUDGET),
-        tokenizer=_tokenizer(folder),
-        training=_training(folder),
+        tokenizer=_tokenizer(path),
+        training=_training(path),
     )
 
 
@@ -101,27 +94,12 @@ def _tokenizer(folder: Path) -> TokenizerSummary | None:
 
 
 def _training(folder: Path) -> Mapping[str, Any] | None:
-    """What stands beside the model: other keys of config.json, other JSON files, the sizes of other tensor files."""
-    config = _read_json(folder / "config.json")
-    found = {key: value for key, value in config.items() if key != "model"} if "model" in config else {}
-    for path in sorted(folder.glob("*.json")):
-        if path.name not in NOT_TRAINING:
-            found[path.stem] = _read_json(path)
-    weights = set(weight_files(folder))
-    for path in sorted(folder.glob("*.safetensors")):
-        if path not in weights:
-            found[path.stem] = {"tensors": len(read_headers([path])), "bytes": path.stat().st_size}
-    return found or None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected an object of keys, found {type(content).__name__}")
-    return content
+    """The state that training goes on from, and the size of its tensors."""
+    state = folder / TRAINING / "state.json"
+    if not state.is_file():
+        return None
+    tensors = read_headers(state.with_suffix(".safetensors"))
+    return {**read_json(state), "tensors": len(tensors), "tensor_bytes": sum(tensor.bytes for tensor in tensors)}
 
 
 def attention_maps(

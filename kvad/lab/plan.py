@@ -1,12 +1,12 @@
 """What would it take, and what would fit?  Asks ``cache/planning.py``; no weight is loaded and no torch imported.
 
-A target is a checkpoint's folder, a config (JSON, or TOML with the model under ``[model]``), or a known shape's name.
-Exact numbers (weights, pool) and bounds (scratch, activations) stand apart, as they do in ``cache/planning.py``.
+A target is a checkpoint (or a run, which stands for its newest one), a config (JSON, or TOML with the model under
+``[model]``), a recipe of ``kvad train``, or a known shape's name.  Exact numbers (weights, pool) and bounds (scratch,
+activations) stand apart, as they do in ``cache/planning.py``.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 from kvad.cache.planning import GroupPlan, MemoryPlan, fits, plan_memory, step_bytes
 from kvad.cache.sizing import CacheConfig, Fit
 from kvad.cache.weights import num_parameters
+from kvad.checkpoint.folder import CONFIG, MODEL, locate
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.errors import ConfigError, UsageError
 from kvad.lab.headers import stored_dtype
 from kvad.lab.shapes import shape
+from kvad.train.config import RunConfig, read_toml
 
 __all__ = ["Report", "Speed", "Target", "make_report", "memory_json", "plan_target", "read_target", "to_json"]
 
@@ -63,22 +65,33 @@ def read_target(text: str) -> Target:
     with the nearest name for what is neither there nor known."""
     path = Path(text)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise CheckpointError(f"{path} is not a checkpoint: it has no config.json", "name a folder that kvad wrote")
-        return Target(text, ModelConfig.load(path / "config.json"), stored_dtype(path))
-    if path.suffix == ".toml" and path.is_file():
-        return Target(text, _read_toml(path))
+        found = locate(path)
+        return Target(text, _read_config(found / CONFIG), stored_dtype(found / MODEL))
     if path.is_file() or path.suffix in (".json", ".toml"):
-        return Target(text, ModelConfig.load(path))
+        return Target(text, _read_config(path))
     return Target(text.lower(), shape(text))
 
 
-def _read_toml(path: Path) -> ModelConfig:
+def _read_config(path: Path) -> ModelConfig:
     try:
-        data = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-    return ModelConfig.from_dict(data.get("model", data))
+        return _read_toml(path) if path.suffix == ".toml" else ModelConfig.load(path)
+    except ConfigError as error:
+        where = "" if str(path) in error.message else f"{path}: "
+        raise ConfigError(where + error.message, error.hint) from error
+
+
+def _read_toml(path: Path) -> ModelConfig:
+    """A bare model, or a recipe of ``kvad train``: then the vocabulary is what its tokenizer may learn at most."""
+    content = read_toml(path)
+    if not content.keys() & {"data", "tokenizer", "train"}:
+        return ModelConfig.from_dict(content.get("model", content))
+    recipe = RunConfig.from_dict(content)
+    if "vocab" not in recipe.model and recipe.tokenizer.kind != "bpe":
+        raise ConfigError(
+            f"the vocabulary of a {recipe.tokenizer.kind} tokenizer is known when it is trained",
+            "set model.vocab, or plan the trained model",
+        )
+    return recipe.resolve(recipe.model.get("vocab", recipe.tokenizer.vocab_size))
 
 
 def plan_target(
@@ -101,7 +114,8 @@ def plan_target(
             f"a context of {context:,} tokens is beyond the limit of {target.name}, {limit:,} tokens",
             f"ask for {limit:,} or less",
         )
-    weights = weights_dtype or target.stored or "float32"
+    stored = "float32" if target.stored == "float16" else target.stored  # widened when it is loaded
+    weights = weights_dtype or stored or "float32"
     config = CacheConfig(capacity=limit if context is None else context, dtype=dtype or weights, **cache)
     return plan_memory(target.config, config, weights_dtype=weights, budget=budget)
 

@@ -22,7 +22,7 @@ from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["Options", "cache_config", "check_happened", "greedy", "make_streams", "prompts_of", "squeezes"]
+__all__ = ["Options", "cache_config", "check_happened", "fitting", "greedy", "make_streams", "prompts_of", "squeezes"]
 
 SQUEEZES = 2  # preemptions to force
 WIDEST = 512  # a longer window than this is not worth passing by default
@@ -63,6 +63,17 @@ class Options:
                 raise UsageError(f"--{name.replace('_', '-')}: must be at least 1, found {getattr(self, name)}")
         if not self.layouts or not self.dtypes:
             raise UsageError("nothing to verify", "name a layout and a dtype")
+
+
+def fitting(config: ModelConfig, tokens: int | None, block_size: int | None) -> tuple[int, int]:
+    """``tokens`` and ``block_size`` where they are not given: 32 and 16, or less for a model of a low limit."""
+    if tokens is None:
+        tokens = max(1, min(32, config.limit // 2))
+    if block_size is None:
+        block_size = 16
+        while block_size > 1 and block_size >= config.limit - tokens:
+            block_size //= 2
+    return tokens, block_size
 
 
 def prompts_of(config: ModelConfig, options: Options, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -193,5 +204,5 @@ def check_happened(happened: Happened, streams: Sequence[Stream], options: Optio
         if wanted and not count:
             raise EngineError(
                 f"{layout}: the {what} asked for did not happen, so it was not verified",
-                "give more --rows, more --tokens or a smaller --block-size",
+                "give more --rows or --tokens, or leave it out: --no-preempt, --no-prefix-hit",
             )

@@ -90,7 +90,6 @@ def attend(
     ``h // (H / K)``.
     """
     k, v = k.to(q.dtype), v.to(q.dtype)
-    heads, new = q.shape[2], q.shape[1]
     plain = score.softcap is None and score.sink_logits is None and not want
     fused = plain and kernel != "reference" and not (q.dtype == torch.float16 and q.device.type == "cpu")
     blocks = list(_blocks(q, k, v, reading, score, fused, want))

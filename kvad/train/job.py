@@ -52,10 +52,10 @@ def train(
     ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).  Raises
     DataError, ConfigError, TokenizerError before anything is trained; SaveError, with the last checkpoint whole.
     """
-    replaces = steps_of(out)
-    if replaces and not overwrite:
+    earlier = steps_of(out)
+    if earlier and not overwrite:
         raise UsageError(
-            f"{out} already holds a run ({replaces[-1].name})", "go on with --resume, or choose another --out"
+            f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
         )
     tell = _teller(callbacks)
     texts = _open_corpus(config, corpus, tell)
@@ -65,7 +65,7 @@ def train(
     _check_device(config.train.device)
     torch.manual_seed(config.train.seed)
     model = Transformer(model_config).to(config.train.device)
-    run = _Run(config, corpus, out, model, tokenizer, store, replaces)
+    run = _Run(config, corpus, out, model, tokenizer, store, fresh=bool(earlier))
     return run.fit(State(), None, callbacks, clock)
 
 
@@ -100,7 +100,7 @@ def resume(
     model = Transformer(checkpoint.config)
     check_tensors(checkpoint.tensors, {name: tuple(t.shape) for name, t in model.state_dict().items()})
     model.load_state_dict(checkpoint.tensors)  # copied: training must never write into a mapped file
-    run = _Run(config, corpus, out, model.to(config.train.device), tokenizer, store, [])
+    run = _Run(config, corpus, out, model.to(config.train.device), tokenizer, store)
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
 
 
@@ -127,12 +127,13 @@ class _Run:
         model: Transformer,
         tokenizer: Tokenizer,
         store: TokenStore,
-        replaces: Sequence[Path],
+        *,
+        fresh: bool = False,
     ) -> None:
         self.config, self.out, self.model, self.tokenizer, self.store = config, out, model, tokenizer, store
         self.corpus = [str(path.resolve()) for path in corpus]
         self.optimizer = make_optimizer(model, config.train)
-        self.replaces = list(replaces)
+        self.fresh = fresh
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
         train = self.config.train
@@ -168,9 +169,9 @@ class _Run:
             self.tokenizer,
             Training(tensors, content),
             keep=self.config.train.keep,
-            replaces=self.replaces,
+            fresh=self.fresh,
         )
-        self.replaces = []
+        self.fresh = False
         return path
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvad.cache.sizing import CacheConfig, Group, cache_bytes, fit, group_bytes, groups
+from kvad.cache.sizing import CacheConfig, Group, group_bytes, groups
 from kvad.config import MixerSpec
-from kvad.errors import ConfigError, MemoryPlanError
+from kvad.errors import ConfigError
 
 FULL = MixerSpec(True, None, 2, 8, 8)
 LOCAL = MixerSpec(True, 6, 2, 8, 8)
@@ -79,37 +79,6 @@ def test_the_notes_example_is_three_gibibytes() -> None:
     (group,) = groups([MixerSpec(True, None, 32, 64, 64)] * 24, CacheConfig(rows=1, capacity=8192))
     assert group_bytes(group, "float32").per_token_payload * 8192 == 3_221_225_472
     assert group_bytes(group, "bfloat16").per_token_payload * 8192 == 3_221_225_472 // 2
-
-
-def test_fit_is_the_largest_that_fits() -> None:
-    config = CacheConfig(capacity=64, block_size=16)
-    per_token = 2 * 16 * 4 + 8
-    budget = (2 + 13) * 16 * per_token  # 13 usable blocks
-    assert [(f.rows, f.capacity) for f in fit([FULL], config, budget)] == [
-        (1, 64),
-        (2, 64),  # 8 blocks
-        (3, 64),  # 12: the most whole rows
-        (4, 48),
-        (8, 16),
-    ]
-    for found in fit([FULL], config, budget):
-        assert found.bytes <= budget
-        assert found.bytes == cache_bytes([FULL], CacheConfig(rows=found.rows, capacity=found.capacity, block_size=16))
-    with pytest.raises(MemoryPlanError, match=rf"one row of 16 tokens takes {3 * 16 * per_token} bytes"):
-        fit([FULL], config, 3 * 16 * per_token - 1)
-    assert fit([FULL], config, 3 * 16 * per_token) == ((1, 16, 3 * 16 * per_token),)
-
-
-@pytest.mark.parametrize("layout", ["paged", "contiguous"])
-@pytest.mark.parametrize("mixers", [[FULL], [LOCAL], [LOCAL, FULL]])
-def test_fit_could_not_be_larger(layout: Any, mixers: list[MixerSpec]) -> None:
-    config = CacheConfig(layout=layout, capacity=100, block_size=8, chunk=16)
-    for budget in (20_000, 33_333, 100_000):
-        for rows, capacity, taken in fit(mixers, config, budget):
-            assert taken <= budget
-            one_more = min(capacity + 8, 100)
-            larger = CacheConfig(layout=layout, rows=rows, capacity=one_more, block_size=8, chunk=16)
-            assert capacity == 100 or cache_bytes(mixers, larger) > budget
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """Tiny configs of every kind, and checkpoints written by hand: what planning and inspecting are held against."""
 
-import json
 from dataclasses import replace
 
 import torch
-from safetensors.torch import save_file
 
+from kvad.checkpoint import native
 from kvad.config import (
     Alibi,
     Attention,
@@ -61,13 +60,10 @@ CONFIGS = {
 }
 
 
-def write_checkpoint(folder, config, *, dtype=torch.float32, tokenizer=True, drop=(), change=None, **extra):
+def write_checkpoint(folder, config, *, dtype=torch.float32, tokenizer=True, drop=(), change=None, training=None):
     """A folder as kvad saves it.  ``drop``: tensors to leave out; ``change``: tensors to put instead."""
-    folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.to(dtype) for name, tensor in Transformer(config).state_dict().items()}
     weights = {name: tensor for name, tensor in weights.items() if name not in drop} | (change or {})
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"model": config.to_dict(), **extra}))
-    if tokenizer:
-        train_tokenizer("char", ["the quick brown fox"]).save(folder)
+    made = train_tokenizer("char", ["the quick brown fox"]) if tokenizer else None
+    native.save(folder, config, weights, made, training)
     return folder

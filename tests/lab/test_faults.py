@@ -284,13 +284,27 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(configs, st.sampled_from(["paged", "contiguous"]), st.sampled_from([3, 4, 8]), st.integers(0, 99))
 def test_an_unhurt_memory_is_never_diagnosed(config, layout, block_size, seed):
     model = loud(config, seed)
     options = dataclasses.replace(OPTIONS, block_size=block_size, layouts=(layout,), tokens=6)
     assert diagnose_with(model, partial(hurt_memory, None), layout=layout, options=options) is None
     assert verify(model, prompts_of(config, options, None), options).verdict() == f"exact ({layout} float64)"
+
+
+@pytest.mark.long(minutes=2)
+@settings(max_examples=60)
+@given(configs, st.sampled_from(["paged", "contiguous"]), st.sampled_from([3, 4, 8]), st.integers(0, 99))
+def test_no_random_model_confuses_two_faults(config, layout, block_size, seed):
+    model = loud(config, seed)
+    options = dataclasses.replace(OPTIONS, block_size=block_size, layouts=(layout,), tokens=6)
+    for fault in NAMES:
+        try:
+            (memory,) = verify(model, prompts_of(config, options, None), options, fault=fault).memories
+        except KvadError:  # meaningless here, or without effect (a window of 1 sees no second key)
+            continue
+        assert memory.finding is not None and memory.finding.fault == fault, memory.finding
 
 
 # ---------------------------------------------------------------- what cannot be

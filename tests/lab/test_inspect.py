@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from kvad.cache.weights import weight_shapes
+from kvad.checkpoint.native import Training
 from kvad.cli.main import main
 from kvad.errors import CheckpointError
 from kvad.lab import inspect as lab
@@ -65,29 +65,15 @@ def test_json(checkpoint, capsys):
 
 def test_a_bare_checkpoint_and_one_in_training(tmp_path, capsys):
     bare = write_checkpoint(tmp_path / "bare", CONFIG, dtype=torch.bfloat16, tokenizer=False)
-    assert stored_dtype(bare) == "bfloat16" and summarise(bare).tokenizer is None
-    busy = write_checkpoint(tmp_path / "busy", CONFIG, format=1)
-    (busy / "training.json").write_text('{"step": 200, "loss": {"validation": 2.5}}')
-    save_file({"w.m": torch.zeros(3), "w.v": torch.zeros(3)}, busy / "optimizer.safetensors")
-    training = summarise(busy).training
-    assert training["format"] == 1 and training["training"]["step"] == 200
-    assert training["optimizer"]["tensors"] == 2
-    _, out, _ = run(capsys, busy)
-    assert "training.loss.validation" in out and "2.5" in out
+    assert stored_dtype(bare / "model.safetensors") == "bfloat16" and summarise(bare).tokenizer is None
+    state = Training({"w.m": torch.zeros(3), "w.v": torch.zeros(3)}, {"step": 200, "loss": {"validation": 2.5}})
+    busy = write_checkpoint(tmp_path / "busy" / "checkpoints" / "step-00000200", CONFIG, training=state)
+    assert summarise(tmp_path / "busy").path == busy
+    assert summarise(busy).training == {**state.state, "tensors": 2, "tensor_bytes": 24}
+    _, out, _ = run(capsys, tmp_path / "busy")
+    assert "loss.validation" in out and "2.5" in out
     _, out, _ = run(capsys, bare)
     assert "tokenizer: none" in out and "training: the checkpoint says nothing of it" in out
-
-
-def test_weights_in_parts(tmp_path):
-    folder = write_checkpoint(tmp_path / "run", CONFIG)
-    from safetensors.torch import load_file
-
-    weights = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(weights)
-    for number, part in enumerate((names[:5], names[5:]), start=1):
-        save_file({name: weights[name] for name in part}, folder / f"model-0000{number}-of-00002.safetensors")
-    assert summarise(folder).problems == ()
 
 
 def test_problems_are_named_and_the_code_is_1(tmp_path, capsys):
@@ -144,7 +130,7 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 )
 def test_a_broken_header(tmp_path, header, data, says):
     with pytest.raises(CheckpointError) as caught:
-        read_headers([write_header(tmp_path / "model.safetensors", header, data)])
+        read_headers(write_header(tmp_path / "model.safetensors", header, data))
     assert says in caught.value.message and "model.safetensors" in caught.value.message
 
 
@@ -154,12 +140,12 @@ def test_a_broken_header(tmp_path, header, data, says):
 def test_a_file_that_is_no_safetensors(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match="not a whole safetensors file"):
-        read_headers([tmp_path / "model.safetensors"])
+        read_headers(tmp_path / "model.safetensors")
 
 
 def test_a_whole_header(tmp_path):
     header = {"__metadata__": {"a": "b"}, "v": {"dtype": "I64", "shape": [], "data_offsets": [8, 16]}, "w": ENTRY}
-    found = read_headers([write_header(tmp_path / "model.safetensors", header, bytes(16))])
+    found = read_headers(write_header(tmp_path / "model.safetensors", header, bytes(16)))
     assert [(t.name, t.dtype, t.shape, t.bytes) for t in found] == [("w", "float32", (2,), 8), ("v", "int64", (), 8)]
 
 
@@ -211,6 +197,26 @@ def test_a_drawing_in_a_file(seen, capsys, tmp_path):
     assert code == 2 and "no such file or folder" in err
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_drawing_is_what_the_model_does(checkpoint, cached):
+    found = lab.attention_maps(checkpoint, "quick fox", layers=[4, 1], heads=[3, 0], cached=cached)
+    assert "".join(found.pieces).replace("␣", " ") == "quick fox" and len(found.tokens) == 9
+    assert {(one.layer, one.head) for one in found.maps} == {(4, 3), (4, 0), (1, 3), (1, 0)}
+    for one in found.maps:
+        assert all(sum(row) == pytest.approx(1, abs=1e-5) for row in one.weights)
+        assert all(weight == 0 for i, row in enumerate(one.weights) for weight in row[i + 1 :])
+    windowed = next(one for one in found.maps if one.layer == 1)  # "LLG": a window of 5
+    assert all(weight == 0 for i, row in enumerate(windowed.weights) for weight in row[: max(0, i - 4)])
+    every = lab.attention_maps(checkpoint, "quick fox", layers=None, heads=None)
+    assert len(every.maps) == 5 * 4
+
+
+@pytest.mark.parametrize(("option", "number"), [("--layer", "5"), ("--head", "4")])
+def test_a_layer_or_head_that_is_not_there(checkpoint, capsys, option, number):
+    code, out, err = run(capsys, checkpoint, "--attention", "fox", option, number)
+    assert (code, out) == (2, "") and f"{number} is not one of 0.." in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -231,12 +237,12 @@ def test_options_that_cannot_be(checkpoint, capsys, arguments, says):
 
 def test_not_a_checkpoint(tmp_path, capsys):
     code, _, err = run(capsys, tmp_path / "none")
-    assert code == 2 and "there is no folder" in err
+    assert code == 2 and "no such folder" in err
     code, _, err = run(capsys, tmp_path)
     assert code == 2 and "has no config.json" in err
     (tmp_path / "config.json").write_text(json.dumps({"model": CONFIG.to_dict()}))
     code, _, err = run(capsys, tmp_path)
-    assert code == 2 and "has no model.safetensors" in err
+    assert code == 2 and "model.safetensors is missing" in err
     (tmp_path / "config.json").write_text('{"model": {"widht": 3}}')
     code, _, err = run(capsys, tmp_path)
-    assert code == 2 and "unknown key widht" in err and "'width'" in err
+    assert code == 2 and "config.json: unknown key widht" in err and "'width'" in err

@@ -357,6 +357,11 @@ def test_a_checkpoint_is_planned_in_its_own_dtype(tmp_path, capsys):
     assert found["bytes"]["weights"] == weight_bytes(CONFIGS["pattern"], "bfloat16")
 
 
+def test_stored_float16_is_widened_and_so_planned(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "run", CONFIGS["plain"], dtype=torch.float16)
+    assert as_json(capsys, str(folder))["weights_dtype"] == "float32"
+
+
 def test_configs_are_read_as_json_and_toml(tmp_path, capsys):
     config = CONFIGS["plain"].to_dict()
     (tmp_path / "m.json").write_text(json.dumps(config))
@@ -367,6 +372,19 @@ def test_configs_are_read_as_json_and_toml(tmp_path, capsys):
     )
     first, second = as_json(capsys, str(tmp_path / "m.json")), as_json(capsys, str(tmp_path / "m.toml"))
     assert first["bytes"] == second["bytes"] and first["parameters"] == num_parameters(CONFIGS["plain"])
+
+
+def test_recipes_of_training_are_read(tmp_path, capsys):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[model]\npreset = "tiny"\n[tokenizer]\nvocab_size = 4096\n[data]\ncontext = 128\n')
+    found = as_json(capsys, str(recipe))
+    assert found["context"] == 128 and found["parameters"] == pytest.approx(1.26e6, rel=0.01)
+    recipe.write_text('[model]\npreset = "tiny"\n[tokenizer]\nkind = "char"\n')
+    code, _, err = run(capsys, str(recipe))
+    assert code == 2 and "set model.vocab" in err
+    recipe.write_text('[model]\npreset = "tiny"\n[tokenizr]\nkind = "char"\n[data]\n')
+    code, _, err = run(capsys, str(recipe))
+    assert code == 2 and "did you mean 'tokenizer'?" in err
 
 
 def test_shapes_are_listed(capsys):
@@ -395,7 +413,8 @@ def test_a_config_with_a_typo(tmp_path, capsys):
     (tmp_path / "typo.json").write_text(json.dumps(config))
     code, out, err = run(capsys, str(tmp_path / "typo.json"))
     assert (code, out) == (2, "")
-    assert err == "kvad: error: unknown key decoder.layer\nkvad: hint: did you mean 'layers'?\n"
+    assert err.startswith("kvad: error: ") and err.endswith("did you mean 'layers'?\n")
+    assert "typo.json: unknown key decoder.layer\n" in err
 
 
 def test_broken_files(tmp_path, capsys):
@@ -457,3 +476,15 @@ def test_a_bidirectional_model_has_no_cache(tmp_path, capsys):
     (tmp_path / "b.json").write_text(json.dumps(tiny(Attention(4, causal=False)).to_dict()))
     code, _, err = run(capsys, str(tmp_path / "b.json"))
     assert code == 2 and "bidirectional" in err
+
+
+def test_a_load_that_would_not_fit_is_refused_before_the_pool_is_made(tmp_path, monkeypatch):
+    import kvad.llm
+
+    folder = write_checkpoint(tmp_path / "run", CONFIGS["plain"])
+    monkeypatch.setattr(kvad.llm, "Engine", lambda *_, **__: pytest.fail("the pool was made"))
+    monkeypatch.setattr(kvad.llm, "available_bytes", lambda: 2 * 2**20)
+    with pytest.raises(MemoryPlanError) as caught:
+        kvad.llm.LLM.load(folder, rows=2000, capacity=64)
+    assert "2,000 rows of 64 tokens need" in caught.value.message and "2.0 MiB is available" in caught.value.message
+    assert "what would fit: 1 row of 64 tokens" in caught.value.hint

@@ -157,13 +157,18 @@ LLAMA_OPTIONS: dict[str, Any] = {
 WHOLE_HEADS = {key: value for key, value in LLAMA_OPTIONS.items() if key != "head_dim"}  # always width / heads
 
 
-def one_kind(mixer: cfg.Attention, mlp: Any = cfg.Gated(HIDDEN), norm: Norm = Norm(eps=EPS), **more: Any) -> ModelConfig:
+def one_kind(
+    mixer: cfg.Attention, mlp: Any = cfg.Gated(HIDDEN), norm: Norm = Norm(eps=EPS), **more: Any
+) -> ModelConfig:
     stack = {key: more.pop(key) for key in ("norm_place", "final_norm") if key in more}
     decoder = cfg.Stack(LAYERS, {"L": cfg.Layer(mixer, mlp, norm)}, **stack)
     return ModelConfig(**{"width": WIDTH, "vocab": VOCAB, "limit": 64, "decoder": decoder, "tie": False, **more})
 
 
-def grouped(position: Any = Rope(100.0), **more: Any) -> cfg.Attention:
+ROPE = Rope(100.0)
+
+
+def grouped(position: Any = ROPE, **more: Any) -> cfg.Attention:
     return cfg.Attention(**{"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "position": position, **more})
 
 

@@ -84,7 +84,7 @@ SCALINGS: dict[str, tuple[Any, dict[str, Any] | None, dict[str, Any]]] = {
         {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3, **OLD},
         {},
     ),
-    "yarn-one-band": (YarnScaling(4.0, 6), {"rope_type": "yarn", "factor": 4.0} | {OLD_KEY: 6 for OLD_KEY in OLD}, {}),
+    "yarn-one-band": (YarnScaling(4.0, 6), {"rope_type": "yarn", "factor": 4.0} | dict.fromkeys(OLD, 6), {}),
     "longrope": (
         LongRopeScaling(SHORT, LONG, ORIGINAL, factor=6.0),
         {"rope_type": "longrope", "short_factor": list(SHORT), "long_factor": list(LONG), "factor": 6.0},

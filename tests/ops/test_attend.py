@@ -6,7 +6,6 @@ softmax over the visible keys of softcap(scale * q.k) + bias, the sink in the de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -101,9 +100,9 @@ def seen_by(ask: Question, row: int, query: int) -> list[int]:
             continue
         if ask.reach.window is not None and abs(at - position) > ask.reach.window - 1:
             continue
-        if ask.queries.document is not None and ask.keys.document is not None:
-            if int(ask.queries.document[row, query]) != int(ask.keys.document[row, slot]):
-                continue
+        mine, its = ask.queries.document, ask.keys.document
+        if mine is not None and its is not None and int(mine[row, query]) != int(its[row, slot]):
+            continue
         seen.append(slot)
     return seen
 
@@ -395,10 +394,13 @@ def test_one_reading_serves_layers_with_different_tables() -> None:
     ask = question({"logits": "alibi"})
     reading = Reading(ask.queries, ask.keys, ask.reach)
     for seed in range(20):
-        made: Callable[..., Tensor] = lambda: torch.rand(6, generator=torch.Generator().manual_seed(seed)).double()  # noqa: B023, E731
-        score = Score(0.3, bias=Slopes(made()))
-        out = attend(ask.q, ask.k, ask.v, reading, score, kernel="reference").out
-        torch.testing.assert_close(out, naive(ask._replace(score=Score(0.3, bias=Slopes(made())))), rtol=0, atol=1e-12)
+        out = attend(*ask[:3], reading, Score(0.3, bias=slopes_of(seed)), kernel="reference").out
+        again = ask._replace(score=Score(0.3, bias=slopes_of(seed)))
+        torch.testing.assert_close(out, naive(again), rtol=0, atol=1e-12)
+
+
+def slopes_of(seed: int) -> Slopes:
+    return Slopes(torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
 
 
 def test_keys_of_another_dtype_are_widened() -> None:

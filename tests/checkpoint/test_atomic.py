@@ -1,0 +1,173 @@
+"""Folders appear whole or not at all, whatever the disk says and whenever the process dies."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from kvad.checkpoint import atomic
+from kvad.checkpoint.atomic import discard, new_folder, survivor, write_bytes
+from kvad.errors import SaveError
+
+
+def put(folder, text, **options):
+    with new_folder(folder, **options) as new:
+        (new / "inner").mkdir()
+        (new / "a").write_text(text)
+        (new / "inner" / "b").write_text(text)
+
+
+def content(folder):
+    return {(folder / "a").read_text(), (folder / "inner" / "b").read_text()}
+
+
+class Disk:
+    """Fails (or does something else at) the k-th operation that changes the disk."""
+
+    def __init__(self, monkeypatch, at, do):
+        self.count = 0
+        for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "replace")):
+            monkeypatch.setattr(owner, name, self.wrap(getattr(owner, name), at, do))
+
+    def wrap(self, real, at, do):
+        def operation(*arguments, **options):
+            self.count += 1
+            if self.count == at:
+                do()
+            return real(*arguments, **options)
+
+        return operation
+
+
+def no_space():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_new_folder_and_then_another_in_its_place(tmp_path):
+    put(tmp_path / "x", "one")
+    assert content(tmp_path / "x") == {"one"}
+    put(tmp_path / "x", "two")
+    assert content(tmp_path / "x") == {"two"}
+    assert names(tmp_path) == ["x"]
+
+
+def test_an_error_of_the_writer_leaves_nothing_behind(tmp_path):
+    put(tmp_path / "x", "one")
+
+    def half():
+        with new_folder(tmp_path / "x") as new:
+            (new / "a").write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        half()
+    assert content(tmp_path / "x") == {"one"} and names(tmp_path) == ["x"]
+
+
+def test_whichever_operation_the_disk_refuses_the_old_folder_stays(tmp_path):
+    for at in range(1, 100):
+        put(tmp_path / "x", "old")
+        with pytest.MonkeyPatch.context() as patch:
+            disk = Disk(patch, at, no_space)
+            refusal = refusal_of(lambda: put(tmp_path / "x", "new"))
+        if disk.count < at:
+            break
+        assert refusal is not None, f"operation {at}"
+        assert "No space left" in refusal.message and "whole" in refusal.hint
+        assert content(tmp_path / "x") == {"old"}, f"operation {at}"
+        assert names(tmp_path) == ["x"], f"operation {at}"
+    assert at >= 8, "an operation that changes the disk was not counted"
+    assert content(tmp_path / "x") == {"new"}
+
+
+def refusal_of(action):
+    try:
+        action()
+    except SaveError as error:
+        return error
+    return None
+
+
+def test_every_file_and_folder_is_flushed_before_the_rename_and_the_parent_after_it(tmp_path, monkeypatch):
+    events = []
+    opened = {}
+    real_open, real_fsync, real_rename = os.open, os.fsync, Path.rename
+
+    def watch_open(path, *arguments, **options):
+        descriptor = real_open(path, *arguments, **options)
+        opened[descriptor] = Path(path).name
+        return descriptor
+
+    monkeypatch.setattr(os, "open", watch_open)
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(opened.get(fd)), real_fsync(fd))[1])
+    monkeypatch.setattr(Path, "rename", lambda old, new: (events.append("rename"), real_rename(old, new))[1])
+    put(tmp_path / "x", "one")
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    assert {"a", "b", "inner"} <= set(before) and any(name.endswith(".tmp") for name in before)
+    assert after == [tmp_path.name]
+
+
+def test_other_folders_give_way_in_the_same_move(tmp_path):
+    put(tmp_path / "step-9", "old")
+    put(tmp_path / "step-1", "new", replaces=[tmp_path / "step-9"])
+    assert names(tmp_path) == ["step-1"]
+
+
+def leave_behind(path, age_seconds=3600):
+    path.mkdir()
+    (path / "a").write_text("left")
+    past = path.stat().st_mtime - age_seconds
+    os.utime(path, (past, past))
+
+
+def dead_pid():
+    """A process id that was somebody's and is nobody's."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return pid
+
+
+def test_leftovers_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path):
+    dead = dead_pid()
+    leave_behind(tmp_path / f".x.{dead}.00000000.tmp")
+    leave_behind(
+        tmp_path / f".y.{os.getpid()}.00000000.tmp"
+    )  # of an earlier process that had our number, as in a container
+    leave_behind(tmp_path / f".z.{os.getppid()}.00000000.tmp")
+    (tmp_path / f".w.{os.getpid()}.00000000.tmp").mkdir()  # another thread's
+    put(tmp_path / "x", "one")
+    assert names(tmp_path) == [f".w.{os.getpid()}.00000000.tmp", f".z.{os.getppid()}.00000000.tmp", "x"]
+
+
+def test_what_was_set_aside_survives_a_death_between_the_renames(tmp_path):
+    put(tmp_path / "x", "one")
+    aside = tmp_path / f".x.{dead_pid()}.00000000.old"
+    (tmp_path / "x").rename(aside)
+    assert survivor(tmp_path / "x") == aside and content(aside) == {"one"}
+    put(tmp_path / "y", "two")  # any save beside it brings it back
+    assert content(tmp_path / "x") == {"one"} and survivor(tmp_path / "x") is None
+
+
+def test_discard_is_one_rename(tmp_path, monkeypatch):
+    put(tmp_path / "x", "one")
+    monkeypatch.setattr(atomic.shutil, "rmtree", lambda *_, **__: None)  # killed before anything was deleted
+    discard(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_one_file(tmp_path):
+    write_bytes(tmp_path / "deep" / "f", b"one")
+    for at in (2, 3):  # the flush, the rename; 1 is the mkdir
+        with pytest.MonkeyPatch.context() as patch:
+            Disk(patch, at, no_space)
+            with pytest.raises(SaveError, match=r"cannot save .*f: No space left"):
+                write_bytes(tmp_path / "deep" / "f", b"two")
+        assert (tmp_path / "deep" / "f").read_bytes() == b"one"
+    assert names(tmp_path / "deep") == ["f"]

@@ -1,0 +1,109 @@
+"""kill -9 in the middle of a save: the next start loads the last whole checkpoint, whichever operation it was."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Saves checkpoints of constant tensors over each other; dies at every operation in turn, in the middle of the tensor
+# file too; after each death it says what a reader finds.
+PROGRAM = """
+import itertools, json, os, sys
+sys.path.insert(0, "tests")
+from pathlib import Path
+import torch
+from kvad.checkpoint import native
+from kvad.checkpoint.native import load, save, save_step
+from kvad.config import ModelConfig
+from models import model_config
+import mortal
+
+CONFIG, SHAPES = model_config(), [(300, 7), (41,), (5, 5, 5)]
+mode, run = sys.argv[1], Path(sys.argv[2])
+
+def tensors(value):
+    return {str(i): torch.full(shape, float(value)) for i, shape in enumerate(SHAPES)}
+
+def torn(death):
+    real = native.save_file
+    def save_file(content, path):
+        real(content, path)
+        whole = path.stat().st_size
+        os.truncate(path, whole // 2)
+        death.tick()
+        os.truncate(path, 0)
+        real(content, path)
+    native.save_file = save_file
+
+def write(value):
+    if mode == "steps":
+        save_step(run, value, CONFIG, tensors(value), None, keep=2)
+    elif mode == "overwrite":
+        save_step(run, 1000 - value, CONFIG, tensors(value), None, keep=2, fresh=True)
+    else:
+        save(run, CONFIG, tensors(value), None)
+
+def child(death, value):
+    torn(death)
+    write(value)
+
+if mode == "broken":  # a writer without the renames: the test must see it fail
+    def write(value):
+        run.mkdir(exist_ok=True)
+        for name, text in (("config.json", json.dumps(CONFIG.to_dict())), ("manifest.json", "{}")):
+            (run / name).write_text(text)
+            native.save_file(tensors(value), run / "model.safetensors")
+        (run / "manifest.json").write_text(json.dumps({"format": 1, "files": {
+            name: native._entry(run / name) for name in ("config.json", "model.safetensors")}}))
+
+write(1)
+value = 1
+for at in itertools.count(1):
+    done = mortal.live(lambda death: child(death, value + 1), at)
+    try:
+        found = {float(x) for tensor in load(run, verify=True).tensors.values() for x in tensor.flatten()}
+    except Exception as error:
+        found = {repr(error)}
+    print(json.dumps({"at": at, "done": done, "before": value, "found": sorted(map(str, found))}))
+    if done:
+        break
+    write(value + 2)  # the next save, after which nothing of the dead one is left
+    value += 2
+    folder = run / "checkpoints" if (run / "checkpoints").exists() else run.parent
+    print(json.dumps({"left": sorted(path.name for path in folder.iterdir())}))
+"""
+
+
+def deaths(mode, run):
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, mode, str(run)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = [json.loads(line) for line in ran.stdout.splitlines()]
+    return [line for line in lines if "at" in line], [line["left"] for line in lines if "left" in line]
+
+
+@pytest.mark.parametrize("mode", ["steps", "overwrite", "folder"])
+def test_death_at_every_operation_of_a_save(tmp_path, mode):
+    tries, left = deaths(mode, tmp_path / "run")
+    assert len(tries) >= 8 and tries[-1]["done"]
+    for one in tries:
+        old, new = str(float(one["before"])), str(float(one["before"] + 1))
+        assert one["found"] in ([old], [new]), one
+    assert tries[0]["found"] == [str(float(tries[0]["before"]))], "the first operation is before the commit"
+    assert all(not name.startswith(".") for names in left for name in names), left
+
+
+def test_a_writer_without_the_renames_is_caught(tmp_path):
+    tries, _ = deaths("broken", tmp_path / "run")
+    assert any("Error" in found for one in tries for found in one["found"])

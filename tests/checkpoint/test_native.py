@@ -1,0 +1,293 @@
+"""A checkpoint folder comes back as it was, and says what is wrong with it when it is not whole."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvad.checkpoint import native
+from kvad.checkpoint.folder import locate, steps_of
+from kvad.checkpoint.native import Training, load, load_model, save, save_step
+from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
+from kvad.text.tokenizer import train_tokenizer
+from models import build, model_config
+
+ROOT = Path(__file__).parents[2]
+BYTE = train_tokenizer("byte", [])
+
+
+def make(folder, seed=0, dtype=torch.float32, **options):
+    model = build(model_config(), seed=seed, dtype=dtype)
+    save(folder, model.config, model.state_dict(), BYTE, **options)
+    return model
+
+
+def equal(left, right):
+    assert left.keys() == right.keys()
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("norm", ["pre", "post"])  # post: untied head, biases
+def test_round_trip(tmp_path, dtype, norm):
+    model = build(model_config(norm=norm), dtype=dtype)
+    save(tmp_path / "m", model.config, model.state_dict(), BYTE)
+    again, checkpoint = load_model(tmp_path / "m", verify=True)
+    assert equal(model.state_dict(), again.state_dict())
+    assert again.config == model.config == checkpoint.config
+    assert next(again.parameters()).dtype == dtype and not again.training
+    assert checkpoint.tokenizer.fingerprint() == BYTE.fingerprint()
+    assert checkpoint.training is None
+
+
+def test_the_folder_describes_itself(tmp_path):
+    model = make(tmp_path / "m")
+    files = json.loads((tmp_path / "m" / "manifest.json").read_text())["files"]
+    assert sorted(files) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert files["model.safetensors"]["bytes"] == (tmp_path / "m" / "model.safetensors").stat().st_size
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["model"] == model.config.to_dict()
+    assert "head.weight" not in load_file(tmp_path / "m" / "model.safetensors")  # tied
+
+
+def test_another_dtype_and_float16_only_as_storage(tmp_path):
+    make(tmp_path / "m")
+    assert next(load_model(tmp_path / "m", "bfloat16")[0].parameters()).dtype == torch.bfloat16
+    assert next(load_model(tmp_path / "m", torch.float64)[0].parameters()).dtype == torch.float64
+    with pytest.raises(UsageError, match="float16 is for storage only on a CPU"):
+        load_model(tmp_path / "m", "float16")
+    with pytest.raises(UsageError, match=r"unknown dtype 'float23'.*float32"):
+        load_model(tmp_path / "m", "float23")
+    make(tmp_path / "half", dtype=torch.float16)
+    assert next(load_model(tmp_path / "half")[0].parameters()).dtype == torch.float32
+
+
+def test_training_state_and_a_model_without_a_tokenizer(tmp_path):
+    model = build(model_config(), dtype=torch.float32)
+    state = {"step": 7, "loss": 0.1 + 0.2, "best": None}
+    training = Training({"exp_avg.x": torch.arange(3.0), "rng": torch.get_rng_state()}, state)
+    save(tmp_path / "m", model.config, model.state_dict(), None, training)
+    checkpoint = load(tmp_path / "m", verify=True)
+    assert checkpoint.tokenizer is None
+    assert checkpoint.training is not None and checkpoint.training.state == state
+    assert torch.equal(checkpoint.training.tensors["rng"], training.tensors["rng"])
+
+
+def test_the_fingerprint_is_of_weights_config_and_tokenizer(tmp_path):
+    make(tmp_path / "a")
+    make(tmp_path / "b")
+    make(tmp_path / "c", seed=1)
+    model = build(model_config(), dtype=torch.float32)
+    save(tmp_path / "d", model.config, model.state_dict(), None)
+    prints = [load(tmp_path / name).fingerprint() for name in "abcd"]
+    assert prints[0] == prints[1] and len(set(prints)) == 3
+    config = (tmp_path / "b" / "config.json").read_text()
+    (tmp_path / "b" / "config.json").write_text(config.replace('"limit": 96', '"limit": 95'))
+    assert load(tmp_path / "b").fingerprint() != prints[0]
+
+
+# ---------------------------------------------------------------- bad folders
+
+
+def rewrite(folder, change):
+    """Change the tensors of a checkpoint, and make its manifest agree: only names and shapes are wrong."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"] = native._entry(folder / "model.safetensors")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+NORM = "decoder.layers.1.norm2.weight"
+
+
+def missing(tensors):
+    del tensors[NORM]
+
+
+def extra(tensors):
+    tensors["decoder.layers.9.norm2.weight"] = torch.zeros(24)
+
+
+def reshaped(tensors):
+    tensors[NORM] = torch.zeros(23)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (missing, r"tensor decoder.layers.1.norm2.weight \[24\] is missing"),
+        (extra, r"tensor decoder.layers.9.norm2.weight \[24\] is extra"),
+        (reshaped, r"tensor decoder.layers.1.norm2.weight has shape \[23\], the config says \[24\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, change, says):
+    make(tmp_path / "m")
+    load_model(tmp_path / "m")
+    rewrite(tmp_path / "m", change)
+    with pytest.raises(CheckpointError, match=says):
+        load_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -1])
+def test_a_truncated_tensor_file(tmp_path, size):
+    make(tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    whole = path.stat().st_size
+    os.truncate(path, size if size >= 0 else whole + size)
+    with pytest.raises(CheckpointError, match=rf"model.safetensors is truncated: it has \d+ bytes, {whole} were saved"):
+        load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("size", [0, 7, 100, -1])
+def test_a_truncated_tensor_file_that_the_manifest_believes(tmp_path, size):
+    make(tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+    manifest = json.loads((tmp_path / "m" / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"]["bytes"] = path.stat().st_size
+    (tmp_path / "m" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="not a whole safetensors file"):
+        load_model(tmp_path / "m")
+
+
+def test_a_flipped_bit_is_seen_by_verify(tmp_path):
+    make(tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    load(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"model.safetensors is not what was saved: its sha256 differs"):
+        load(tmp_path / "m", verify=True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "manifest.json"])
+def test_a_missing_file_is_named(tmp_path, name):
+    make(tmp_path / "m")
+    (tmp_path / "m" / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        load(tmp_path / "m")
+
+
+def test_a_folder_that_is_not_a_checkpoint(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "file").write_text("x")
+    for name, says in {
+        "nowhere": "no such folder",
+        "empty": r"is not a checkpoint: it has no config.json",
+        "run": "holds no checkpoint yet",
+        "file": "is a file",
+    }.items():
+        with pytest.raises(CheckpointError, match=says):
+            load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ('"heads"', '"headz"', r"unknown key decoder.kinds.L.mixer.headz \(did you mean 'heads'"),
+        ('"width": 24', '"width": 0', "width: must be at least 1"),
+        ('"width": 24', '"width": "wide"', "width: expected int"),
+        ('"model"', "model", "is not JSON"),
+    ],
+)
+def test_a_config_that_cannot_be_names_file_and_key(tmp_path, before, after, says):
+    make(tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after, 1))
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_model(tmp_path / "m")
+    assert str(path) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        '{"format": 1}',
+        '{"format": 2, "files": {}}',
+        '{"format": 1, "files": {"model.safetensors": {}}}',
+        "\0",
+    ],
+)
+def test_a_manifest_that_is_none(tmp_path, content):
+    make(tmp_path / "m")
+    (tmp_path / "m" / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"manifest.json"):
+        load(tmp_path / "m")
+
+
+# ---------------------------------------------------------------- runs: steps, and a disk that refuses
+
+
+def test_a_run_is_its_newest_step_and_keeps_the_last_ones(tmp_path):
+    model = build(model_config(), dtype=torch.float32)
+    for step in (5, 90, 100):
+        save_step(tmp_path, step, model.config, model.state_dict(), BYTE, keep=2)
+        assert locate(tmp_path).name == f"step-{step:08d}"
+    assert [path.name for path in steps_of(tmp_path)] == ["step-00000090", "step-00000100"]
+    save_step(tmp_path, 3, model.config, model.state_dict(), BYTE, keep=2, fresh=True)
+    assert [path.name for path in steps_of(tmp_path)] == ["step-00000003"]
+    os.truncate(tmp_path / "checkpoints" / "step-00000003" / "model.safetensors", 10)
+    save_step(tmp_path, 1, model.config, model.state_dict(), BYTE, keep=2)
+    with pytest.raises(CheckpointError, match=r"an older one is .*step-00000001"):
+        load(tmp_path)
+
+
+def test_replaced_steps_are_still_found_when_nothing_else_is(tmp_path):
+    model = build(model_config(), dtype=torch.float32)
+    path = save_step(tmp_path, 8, model.config, model.state_dict(), BYTE)
+    path.rename(path.with_name(f".{path.name}.999999.00000000.old"))
+    assert load(tmp_path, verify=True).path.name == ".step-00000008.999999.00000000.old"
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+sys.path.insert(0, "tests")
+from kvad.checkpoint.native import save
+from kvad.errors import SaveError
+from models import build, model_config
+model = build(model_config(), seed=1, dtype=torch.float32)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+try:
+    save(Path(sys.argv[1]), model.config, model.state_dict(), None)
+except SaveError as error:
+    print(error)
+"""
+
+
+def test_the_safetensors_writer_meets_a_full_disk(tmp_path):
+    """The real thing: a limit on file size makes the library's own write fail half-way."""
+    make(tmp_path / "m")
+    ran = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "m")], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "cannot save" in ran.stdout and "too large" in ran.stdout, ran.stdout
+    again, _ = load_model(tmp_path / "m", verify=True)
+    assert equal(again.state_dict(), build(model_config(), seed=0, dtype=torch.float32).state_dict())
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_disk_that_refuses_to_flush_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    model = make(tmp_path / "m")
+
+    def refuse(_descriptor):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(SaveError, match="Read-only file system"):
+        make(tmp_path / "m", seed=1)
+    monkeypatch.undo()
+    assert equal(load_model(tmp_path / "m", verify=True)[0].state_dict(), model.state_dict())

@@ -1,0 +1,38 @@
+"""A tiny checkpoint that speaks bytes, and a run of the command line that catches what it says."""
+
+import io
+import sys
+from typing import NamedTuple
+
+from kvad.checkpoint.native import save
+from kvad.cli.main import main
+from kvad.config import Attention, Gated, Layer, ModelConfig, Stack
+from kvad.text.tokenizer import train_tokenizer
+from tests.models import build
+
+LIMIT = 96
+
+
+def write_model(folder, *, tokenizer=True, limit=LIMIT):
+    bytes_of = train_tokenizer("byte", [])
+    vocab = bytes_of.vocab_size if tokenizer else 40
+    config = ModelConfig(width=24, vocab=vocab, limit=limit, decoder=Stack(2, {"L": Layer(Attention(4, 2), Gated(40))}))
+    model = build(config)
+    save(folder, config, model.float().state_dict(), bytes_of if tokenizer else None)
+    return folder
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def run(capsys, *arguments, stdin=None, monkeypatch=None):
+    """``kvad arguments``; ``stdin``: bytes."""
+    if stdin is not None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+    capsys.readouterr()
+    code = main([str(argument) for argument in arguments])
+    seen = capsys.readouterr()
+    return Ran(code, seen.out, seen.err)

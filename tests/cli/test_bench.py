@@ -1,0 +1,58 @@
+"""kvad bench: its options, its three forms of output, and what it refuses."""
+
+import json
+
+import pytest
+
+from tests.cli.checkpoint import LIMIT, run, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def kvad(capsys):
+    return lambda *arguments: run(capsys, *arguments)
+
+
+def test_text(kvad, model):
+    ran = kvad("bench", "cache", model, "--tokens", "4,8", "--repeats", 1, "--prompt", "hey")
+    assert ran.code == 0 and ran.err == ""
+    assert "2N/3" in ran.out and "exponent" in ran.out and "o cache" in ran.out and "in the engine" not in ran.err
+
+
+def test_json_is_one_line_with_machine_and_commit(kvad, model, tmp_path):
+    ran = kvad("bench", "cache", model, "--tokens", "8,4", "--repeats", 1, "--json", "--out", tmp_path / "out")
+    assert ran.code == 0 and ran.out.count("\n") == 1
+    found = json.loads(ran.out)
+    assert found["what"] == "bench cache" and found["machine"] and "commit" in found and found["tokens"] == [4, 8]
+    assert json.loads((tmp_path / "out" / "bench-cache.json").read_text("utf-8")) == found
+
+
+def test_without_marks_it_times_what_fits_and_says_so(kvad, model):
+    ran = kvad("bench", "cache", model, "--repeats", 1, "--json")
+    room = LIMIT - 1
+    assert json.loads(ran.out)["tokens"] == [room // 8, room // 4, room // 2, room]
+    assert ran.err == f"kvad: the model's limit leaves room for {room} new tokens: timing [11, 23, 47, 95]\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--tokens", "4,x"), "--tokens: 'x' is not a number of tokens"),
+        (("--tokens", "4"), "two different numbers"),
+        (("--tokens", "4,500"), "exceed the model's limit of 96"),
+        (("--repeats", 0), "repeats: 0 is out of range"),
+        (("--token", "4"), "Did you mean '--tokens'"),
+        (("--prompt", "x" * 200), "the prompt has 200 tokens and the model's limit is 96"),
+    ],
+)
+def test_bad_input(kvad, model, flags, says):
+    ran = kvad("bench", "cache", model, *flags)
+    assert ran.code == 2 and ran.out == "" and says in ran.err.splitlines()[0], ran
+
+
+def test_no_checkpoint(kvad, tmp_path):
+    assert kvad("bench", "cache", tmp_path).code == 2

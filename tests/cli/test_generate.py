@@ -1,0 +1,320 @@
+"""kvad generate: what is printed, where, and in which order; every option reaches the engine; bad input is one line."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from kvad.cli import generate as module
+from kvad.engine.request import Sampling
+from kvad.llm import LLM
+from tests.cli.checkpoint import LIMIT, run, write_model
+from tests.cli.test_main import kvad_process
+
+GREEDY = ("--temperature", 0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM.load(model, rows=4) as opened:
+        yield opened
+
+
+@pytest.fixture
+def kvad(capsys, monkeypatch):
+    return lambda *arguments, stdin=None: run(capsys, *arguments, stdin=stdin, monkeypatch=monkeypatch)
+
+
+def test_the_continuation_goes_to_stdout_and_nothing_else(kvad, model, llm):
+    ran = kvad("generate", model, "def ", "--max-tokens", 12, "--seed", 5)
+    assert ran == (0, llm.generate("def ", max_tokens=12, seed=5).text + "\n", "")
+
+
+def test_it_streams_while_it_generates(kvad, model, monkeypatch):
+    calls = []
+    echo = module.click.echo
+    monkeypatch.setattr(module.click, "echo", lambda *a, **k: (calls.append(a), echo(*a, **k)))
+    ran = kvad("generate", model, "def ", "--max-tokens", 12, *GREEDY)
+    streamed = len(calls)
+    calls.clear()
+    assert kvad("generate", model, "def ", "--max-tokens", 12, *GREEDY, "--no-stream").out == ran.out
+    assert streamed > 4 and len(calls) == 2
+
+
+def test_several_samples_are_labelled_and_never_mixed(kvad, model, llm):
+    ran = kvad("generate", model, "ab", "cd", "--n", 2, "--seed", 1, "--max-tokens", 7)
+    expected = ""
+    for number, done in enumerate(llm.generate(["ab", "cd"], n=2, seed=1, max_tokens=7), 1):
+        for i, sample in enumerate(done.samples, 1):
+            expected += f"==> prompt {number}, sample {i}: {['ab', 'cd'][number - 1]!r} <==\n{sample.text}\n"
+    assert ran.out == expected
+    assert kvad("generate", model, "ab", "cd", "--n", 2, "--seed", 1, "--max-tokens", 7, "--no-stream").out == expected
+
+
+def test_rows_that_wait_for_a_seat_are_generated_too(kvad, model):
+    wide = kvad("generate", model, "a", "b", "c", *GREEDY, "--max-tokens", 5)
+    assert kvad("generate", model, "a", "b", "c", *GREEDY, "--max-tokens", 5, "--rows", 1).out == wide.out
+
+
+def test_echo_and_ids(kvad, model, llm):
+    text = llm.generate("hey", max_tokens=5, temperature=0).text
+    assert kvad("generate", model, "hey", "--echo", "--max-tokens", 5, *GREEDY).out == f"hey{text}\n"
+    ids = " ".join(str(byte) for byte in b"hey")
+    assert kvad("generate", model, "--ids", ids, "--max-tokens", 5, *GREEDY).out == f"{text}\n"
+    assert kvad("generate", model, "--ids", ids.replace(" ", ","), "--max-tokens", 5, *GREEDY).out == f"{text}\n"
+
+
+def test_a_prompt_from_stdin_is_taken_as_it_is(kvad, model, llm):
+    ran = kvad("generate", model, "-", "--max-tokens", 5, *GREEDY, stdin="né\n".encode())
+    assert ran.out == llm.generate("né\n", max_tokens=5, temperature=0).text + "\n"
+
+
+@pytest.mark.parametrize("prompt", [(), ("",), ("--ids", "")])
+def test_an_empty_prompt_begins_with_the_opening_token_and_says_so(kvad, model, llm, prompt):
+    ran = kvad("generate", model, *prompt, "--max-tokens", 5, *GREEDY)
+    assert ran.out == llm.generate([256], max_tokens=5, temperature=0).text + "\n"
+    assert ran.err == "kvad: the prompt is empty: generating from the opening token <|endofdoc|>\n"
+
+
+def test_every_sampling_option_reaches_the_engine(kvad, model, monkeypatch):
+    seen = []
+    real = LLM.stream
+    monkeypatch.setattr(
+        LLM, "stream", lambda self, prompt, sampling: (seen.append(sampling), real(self, prompt, sampling))[1]
+    )
+    options = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.8, "repetition_penalty": 1.1,
+        "presence_penalty": 0.2, "frequency_penalty": 0.3, "min_tokens": 2, "seed": 4, "n": 2, "logprobs": 1,
+        "prompt_logprobs": 2, "max_tokens": 3,
+    }  # fmt: skip
+    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    flags += ["--logit-bias", "7=-5.5", "--logit-bias", "8=1", "--stop", "ab", "--bad-word", "x", "--ignore-eos"]
+    assert kvad("generate", model, "hi", *flags).code == 0
+    (sampling,) = seen
+    bad = ((32, 120), (120,))
+    given = Sampling(**options, logit_bias={7: -5.5, 8: 1.0}, stop=("ab",), bad_words=bad, ignore_eos=True)
+    assert sampling == given
+
+
+def test_bad_words_and_stop_work(kvad, model):
+    """A model that would say nothing but a."""
+
+    def sample(*flags):
+        ran = kvad("generate", model, "hi", *GREEDY, "--max-tokens", 6, "--logit-bias", "97=500", "--json", *flags)
+        return json.loads(ran.out)["completions"][0]["samples"][0]
+
+    assert sample()["text"] == "aaaaaa" and sample()["finish_reason"] == "length"
+    assert 97 not in sample("--bad-word", "a")["tokens"]
+    assert "aa" not in sample("--bad-word", "aa")["text"] and "a" in sample("--bad-word", "aa")["text"]
+    stopped = sample("--stop", "aaa")
+    assert (stopped["text"], stopped["finish_reason"], len(stopped["tokens"])) == ("", "stop", 3)
+
+
+def test_json_is_one_object_with_everything(kvad, model, llm):
+    ran = kvad(
+        "generate",
+        model,
+        "hey",
+        "--n",
+        2,
+        "--max-tokens",
+        4,
+        "--logprobs",
+        2,
+        "--prompt-logprobs",
+        1,
+        "--stats",
+        "--json",
+    )
+    assert ran.err == "" and ran.out.count("\n") == 1
+    found = json.loads(ran.out)
+    (done,) = found["completions"]
+    expected = llm.generate("hey", n=2, max_tokens=4, logprobs=2, prompt_logprobs=1)
+    assert found["model"] == str(model) and found["interrupted"] is False
+    assert done["prompt"] == "hey" and done["prompt_tokens"] == [104, 101, 121]
+    assert done["usage"]["prompt"] == 3 and done["usage"]["completion"] == 8
+    assert [s["tokens"] for s in done["samples"]] == [list(s.tokens) for s in expected.samples]
+    assert [s["text"] for s in done["samples"]] == [s.text for s in expected.samples]
+    assert [s["logprob"] for s in done["prompt_logprobs"]] == pytest.approx(
+        [s.logprob for s in expected.prompt_logprobs], abs=1e-4
+    )
+    one = done["samples"][0]["logprobs"][0]
+    assert one["token"] == expected.tokens[0] and len(one["top"]) == 2 and one["text"]
+    stats = found["stats"]
+    assert stats["completion_tokens"] == 8 and stats["prompt_tokens"] == 3 and stats["steps"] >= 4
+    assert stats["cache"][0]["peak"] >= 1 and stats["cache"][0]["used"] == 0
+    assert stats["engine_ms"] > 0 and stats["model_ms"] > 0 and stats["first_token"] < stats["seconds"]
+
+
+def test_stats_name_speed_cache_hits_and_pressure(kvad, model):
+    ran = kvad(
+        "generate", model, "hey you there, what is this", "--max-tokens", 9, *GREEDY, "--stats", "--block-size", 4
+    )
+    for shown in (
+        "tokens/s",
+        "the first token after",
+        "ms in the model",
+        "ms in the engine",
+        "blocks in use",
+        "peak 9",
+        "hits",
+        "preemptions",
+    ):
+        assert shown in ran.err, shown
+    assert "tokens/s" not in ran.out
+
+
+def test_logprob_tables(kvad, model):
+    ran = kvad("generate", model, "hey", "--max-tokens", 3, *GREEDY, "--logprobs", 2, "--prompt-logprobs", 0)
+    lines = ran.out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line == "log-probabilities of prompt 1")
+    assert lines[at + 1].split()[:2] == ["101", "e"] and lines[at + 2].split()[:2] == ["121", "y"]
+    assert "log-probabilities of prompt 1, sample 1" in lines
+
+
+@pytest.mark.parametrize(
+    "cache", [("--layout", "contiguous"), ("--cache-dtype", "float64"), ("--block-size", 2), ("--context", 32)]
+)
+def test_the_cache_to_order_changes_nothing(kvad, model, cache):
+    plain = kvad("generate", model, "hey", "--max-tokens", 8, *GREEDY)
+    assert kvad("generate", model, "hey", "--max-tokens", 8, *GREEDY, *cache) == plain
+
+
+def test_ctrl_c_ends_cleanly_with_what_was_generated(kvad, model, llm, monkeypatch):
+    real, seen = module.Meter.see, []
+
+    def see(self, piece):
+        real(self, piece)
+        seen.append(piece)
+        if len(seen) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(module.Meter, "see", see)
+    whole = llm.generate("hey", max_tokens=20, temperature=0).tokens
+    for extra in ((), ("--json", "--stats")):
+        seen.clear()
+        ran = kvad("generate", model, "hey", "--max-tokens", 20, *GREEDY, *extra)
+        assert ran.code == 130 and ran.err == "kvad: interrupted\n" and len(seen) == 4
+        if extra:
+            found = json.loads(ran.out)
+            assert found["interrupted"] and found["completions"][0]["samples"][0]["finish_reason"] == "cancelled"
+            assert found["completions"][0]["samples"][0]["tokens"] == list(whole[:4])
+            assert found["stats"]["cache"][0]["used"] == 0
+        else:
+            assert ran.out == "".join(piece.text for piece in seen) + "\n"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_was_held_back_is_shown_when_it_is_interrupted(kvad, model, monkeypatch):
+    real, seen = module.Meter.see, []
+
+    def see(self, piece):
+        real(self, piece)
+        seen.append(piece)
+        if len(seen) == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(module.Meter, "see", see)
+    ran = kvad("generate", model, "a", "b", "--max-tokens", 20, "--seed", 2)
+    assert ran.code == 130 and ran.out.count("==> prompt") == 2 and ran.out.endswith("\n")
+
+
+def test_a_model_without_a_tokenizer_speaks_in_ids(kvad, tmp_path):
+    bare = write_model(tmp_path / "bare", tokenizer=False)
+    ran = kvad("generate", bare, "--ids", "3 4", "--max-tokens", 3, *GREEDY, "--echo")
+    assert [int(word) for word in ran.out.split()][:2] == [3, 4] and len(ran.out.split()) == 5
+    for prompt, says in (
+        (("hi",), "without a tokenizer"),
+        ((), "without a tokenizer"),
+        (("--ids", ""), "no opening token"),
+    ):
+        ran = kvad("generate", bare, *prompt)
+        assert ran.code == 2 and says in ran.err, prompt
+    for extra, says in (
+        (("--stop", "x"), "stop strings need a tokenizer"),
+        (("--bad-word", "x"), "--bad-word needs a tokenizer"),
+    ):
+        ran = kvad("generate", bare, "--ids", "3", *extra)
+        assert ran.code == 2 and says in ran.err
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--temperature", -1), "temperature: -1.0 is out of range"),
+        (("--temperature", "nan"), "temperature: expected a finite number"),
+        (("--temperature", "warm"), "'warm' is not a valid float"),
+        (("--top-p", 0), "top_p: 0.0 is out of range"),
+        (("--top-k", -1), "top_k: -1 is out of range"),
+        (("--min-p", 1.5), "min_p: 1.5 is out of range"),
+        (("--typical-p", 0), "typical_p: 0.0 is out of range"),
+        (("--repetition-penalty", 0), "repetition_penalty: 0.0 is out of range"),
+        (("--presence-penalty", 101), "presence_penalty: 101.0 is out of range"),
+        (("--n", 0), "n: 0 is out of range"),
+        (("--max-tokens", -1), "max_tokens: -1 is out of range"),
+        (("--min-tokens", 200), "min_tokens 200 exceeds max_tokens 128"),
+        (("--logprobs", 101), "logprobs: 101 is out of range"),
+        (("--logit-bias", "7"), "--logit-bias: '7' is not ID=V"),
+        (("--logit-bias", "7=x"), "--logit-bias: '7=x' is not ID=V"),
+        (("--stop", ""), "stop: an empty string"),
+        (("--temprature", 1), "Did you mean '--temperature'"),
+        (("--layout", "heap"), "'heap' is not one of 'paged', 'contiguous'"),
+        (("--cache-dtype", "int3"), "'int3' is not one of"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_before_anything_is_loaded(kvad, tmp_path, flags, says):
+    """There is no such model: whoever looked for it would say so instead."""
+    ran = kvad("generate", tmp_path / "absent", "hi", *flags)
+    first, *rest = ran.err.splitlines()
+    assert ran.code == 2 and ran.out == "" and says in first, ran
+    assert first.startswith("kvad: error: ") and len(rest) <= 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("x" * (LIMIT + 4),), f"the prompt has {LIMIT + 4} tokens and the model's limit is {LIMIT}"),
+        (("abcdef", "--context", 4), "the prompt has 6 tokens, the limit is 4"),
+        (("--ids", "1 2 x"), "--ids: 'x' is not a token id"),
+        (("--ids", "1 999"), "token id 999 is outside the vocabulary of 257"),
+        (("--ids", "-3"), "No such option '-3'"),
+        (("hi", "--logit-bias", "999=1"), "logit_bias: token id 999 is outside the vocabulary"),
+        (("hi", "--bad-word", ""), "--bad-word: an empty text"),
+        (("hi", "--rows", 0), "cache.rows: must be at least 1"),
+        (("hi", "--block-size", 0), "cache.block_size: must be at least 1"),
+        (("hi", "--context", 0), "cache.capacity: must be at least 1"),
+    ],
+)
+def test_what_the_model_cannot_serve_is_refused(kvad, model, flags, says):
+    ran = kvad("generate", model, *flags)
+    assert ran.code == 2 and ran.out == "" and says in ran.err.splitlines()[0], ran
+
+
+def test_a_folder_that_is_no_checkpoint(kvad, tmp_path):
+    for path, says in ((tmp_path, "is not a checkpoint"), (tmp_path / "absent", "absent")):
+        ran = kvad("generate", path, "hi")
+        assert ran.code == 2 and says in ran.err and len(ran.err.splitlines()) <= 2
+
+
+def test_stdin_that_is_not_utf8(kvad, model):
+    ran = kvad("generate", model, "-", stdin=b"ok \xff")
+    assert ran == (2, "", "kvad: error: standard input is not UTF-8 at byte 3 (0xFF)\n")
+
+
+def test_help_and_usage_errors_do_not_import_torch():
+    for arguments, code in (
+        (("generate", "--help"), 0),
+        (("generate", "x", "--top-p", "2"), 2),
+        (("chat", "--help"), 0),
+    ):
+        ran = kvad_process(*arguments, code="import atexit\natexit.register(lambda: print('torch' in sys.modules))")
+        assert ran.returncode == code and ran.stdout.endswith("False\n"), ran

@@ -1,0 +1,491 @@
+"""From logits to tokens: every function of the fold against loops and against transformers' processors; rows that do
+not use it keep their bits, neighbours change nothing, and what is drawn has the distribution it should have."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation import logits_process as theirs
+
+from kvad.engine import sampler
+from kvad.engine.philox import uniform
+from kvad.engine.request import Sampling
+from kvad.engine.sampler import FAULT, FOLD, NOTHING_LEFT, Chosen, Job, sample, score_tokens
+
+VOCAB, ROWS = 29, 6
+
+
+def job(
+    tokens: Sequence[int] = (1,), prompt: int = 1, number: int = 0, stops: Sequence[int] = (), **options: Any
+) -> Job:
+    return Job(Sampling(**options), tokens, prompt, number, frozenset(stops))
+
+
+def logits_of(rows: int = ROWS, seed: int = 0, spread: float = 2.0) -> Tensor:
+    return spread * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def kept(row: Tensor) -> set[int]:
+    return {i for i, z in enumerate(row.tolist()) if z > -math.inf}
+
+
+def softmax(row: Sequence[float]) -> list[float]:
+    best = max(row)
+    parts = [math.exp(z - best) for z in row]
+    return [part / sum(parts) for part in parts]
+
+
+# ---------------------------------------------------------------- the filters
+
+
+def top_k_by_hand(row: list[float], k: int) -> set[int]:
+    floor = sorted(row)[-k]
+    return {i for i, z in enumerate(row) if z >= floor}
+
+
+def top_p_by_hand(row: list[float], p: float) -> set[int]:
+    probabilities, out, mass = softmax(row), set(), 0.0
+    for i in sorted(range(len(row)), key=lambda i: -row[i]):
+        if mass >= p:
+            break
+        out.add(i)
+        mass += probabilities[i]
+    return out
+
+
+def min_p_by_hand(row: list[float], p: float) -> set[int]:
+    probabilities = softmax(row)
+    return {i for i, x in enumerate(probabilities) if x >= p * max(probabilities)}
+
+
+def typical_by_hand(row: list[float], p: float) -> set[int]:
+    probabilities, out, mass = softmax(row), set(), 0.0
+    entropy = -sum(x * math.log(x) for x in probabilities)
+    for i in sorted(range(len(row)), key=lambda i: abs(-math.log(probabilities[i]) - entropy)):
+        if mass >= p:
+            break
+        out.add(i)
+        mass += probabilities[i]
+    return out
+
+
+Filter = tuple[Callable[..., Tensor], str, Callable[[list[float], Any], set[int]], Any, list[Any]]
+FILTERS: list[Filter] = [
+    (sampler.keep_top_k, "top_k", top_k_by_hand, theirs.TopKLogitsWarper, [1, 2, 5, 28]),
+    (sampler.keep_top_p, "top_p", top_p_by_hand, theirs.TopPLogitsWarper, [0.05, 0.3, 0.7, 0.95, 0.999]),
+    (sampler.keep_min_p, "min_p", min_p_by_hand, theirs.MinPLogitsWarper, [0.01, 0.1, 0.5, 1.0]),
+    (sampler.keep_typical, "typical_p", typical_by_hand, theirs.TypicalLogitsWarper, [0.05, 0.3, 0.7, 0.95]),
+]
+FILTER_IDS = [name for _, name, *_ in FILTERS]
+
+
+@pytest.mark.parametrize("case", FILTERS, ids=FILTER_IDS)
+def test_filters_keep_what_the_definition_keeps(case: Filter) -> None:
+    step, name, by_hand, warper, values = case
+    sizes = set()
+    for value in values:
+        scores = logits_of(40, seed=7)
+        out = step(scores, [job(**{name: value})] * 40)
+        for row, result in zip(scores, out, strict=True):
+            assert kept(result) == by_hand(row.tolist(), value)
+            assert all(result[i] == row[i] for i in kept(result))
+            sizes.add(len(kept(result)))
+        assert torch.equal(out, warper(value)(torch.ones(40, 1, dtype=torch.long), scores))
+    assert len(sizes) > 2 and max(sizes) > 3  # the values do differ in what they leave
+
+
+@pytest.mark.parametrize("case", FILTERS, ids=FILTER_IDS)
+def test_filters_leave_out_what_is_banned_and_never_the_best(case: Filter) -> None:
+    step, name, _, _, values = case
+    scores = logits_of(8, seed=3)
+    scores[:, ::3] = -math.inf
+    out = step(scores, [job(**{name: values[0]})] * 8)
+    for row, result in zip(scores, out, strict=True):
+        assert kept(result) and kept(result) <= kept(row)
+        if name != "typical_p":
+            assert int(row.argmax()) in kept(result)
+
+
+@pytest.mark.parametrize("name", ["top_p", "typical_p"])
+def test_a_mass_too_small_for_float32_still_leaves_a_token(name: str) -> None:
+    (chosen,) = sample(logits_of(1), [job(**{name: 1e-60})])
+    assert chosen.fault is None
+
+
+def test_ties_with_the_kth_stay() -> None:
+    row = torch.tensor([[3.0, 1.0, 2.0, 2.0, 0.0, 2.0]])
+    assert kept(sampler.keep_top_k(row, [job(top_k=2)])[0]) == {0, 2, 3, 5}
+
+
+def test_more_than_the_vocabulary_is_everything() -> None:
+    row = logits_of(1)
+    assert torch.equal(sampler.keep_top_k(row, [job(top_k=VOCAB + 5)]), row)
+
+
+# ---------------------------------------------------------------- temperature, penalties, bias, bans
+
+
+def test_temperature_divides() -> None:
+    scores, taus = logits_of(4), [0.3, 1.0, 0.0, 2.5]
+    out = sampler.temper(scores, [job(temperature=tau) for tau in taus])
+    for row, result, tau in zip(scores, out, taus, strict=True):
+        expected = (row.double() / (tau or 1.0)).softmax(-1)
+        torch.testing.assert_close(result.double().softmax(-1), expected, rtol=1e-5, atol=1e-7)
+    assert torch.equal(out[1:3], scores[1:3])
+
+
+@pytest.mark.parametrize("tau", [1e-3, 1e-30, 1e-44, 1e-300])
+def test_a_tiny_temperature_is_greedy_and_no_fault(tau: float) -> None:
+    scores = logits_of(5, spread=20.0)
+    scores[:, 4] = -1000.0
+    chosen = sample(scores, [job(temperature=tau, seed=s) for s in range(5)])
+    assert [c.token for c in chosen] == scores.argmax(-1).tolist() and not any(c.fault for c in chosen)
+
+
+TOKENS = [5, 7, 7, 2, 9, 2, 2]  # three of the prompt, four of the output
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 3.0])
+def test_repetition_is_theirs_over_prompt_and_output(penalty: float) -> None:
+    scores = logits_of(1)
+    assert {bool(scores[0, t] > 0) for t in set(TOKENS)} == {True, False}
+    mine = sampler.penalise(scores, [job(TOKENS, 3, repetition_penalty=penalty)])
+    expected = theirs.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([TOKENS]), scores)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+
+
+def test_presence_and_frequency_count_the_output_only() -> None:
+    scores = logits_of(1)
+    mine = sampler.penalise(scores, [job(TOKENS, 3, presence_penalty=0.7, frequency_penalty=-0.2)])
+    expected = scores.clone()
+    for token, count in Counter(TOKENS[3:]).items():
+        expected[0, token] -= 0.7 - 0.2 * count
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
+    nothing_yet = sampler.penalise(scores, [job(TOKENS[:3], 3, presence_penalty=0.7)])
+    assert torch.equal(nothing_yet, scores)
+
+
+def test_all_three_penalties_at_once() -> None:
+    scores = logits_of(1)
+    options = {"repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+    mine = sampler.penalise(scores, [job(TOKENS, 3, **options)])[0].tolist()
+    for token, z in enumerate(scores[0].tolist()):
+        expected = (z / 1.7 if z > 0 else z * 1.7) if token in TOKENS else z
+        count = TOKENS[3:].count(token)
+        expected -= (0.5 if count else 0.0) + 0.3 * count
+        assert mine[token] == pytest.approx(expected, abs=1e-5)
+
+
+def test_logit_bias_is_added() -> None:
+    scores = logits_of(2)
+    out = sampler.add_bias(scores, [job(logit_bias={3: 2.5, 9: -100.0}), job()])
+    expected = scores.clone()
+    expected[0, 3] += 2.5
+    expected[0, 9] -= 100.0
+    assert torch.equal(out, expected)
+    (chosen,) = sample(logits_of(1), [job(temperature=0, logit_bias={11: 1000.0})])
+    assert chosen.token == 11
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words", "banned"),
+    [
+        ([1, 2, 3], [(4,)], {4}),
+        ([1, 2, 3], [(2, 3, 8)], {8}),
+        ([1, 2, 3], [(1, 3, 8)], set()),
+        ([3], [(2, 3, 8), (3, 6)], {6}),  # a word longer than what there is cannot be completed
+        ([1, 2, 3], [(3, 3), (4, 1), (3, 5), (2, 3, 5)], {3, 5}),
+    ],
+)
+def test_bad_words(tokens: list[int], words: list[tuple[int, ...]], banned: set[int]) -> None:
+    scores = logits_of(1)
+    out = sampler.ban(scores, [job(tokens, 1, bad_words=tuple(words))])
+    assert kept(out[0]) == set(range(VOCAB)) - banned
+    if len(tokens) >= max(map(len, words)):  # theirs overlooks a word that is all that there is, and one token more
+        expected = theirs.NoBadWordsLogitsProcessor([list(w) for w in words])(torch.tensor([tokens]), scores)
+        assert kept(expected[0]) == kept(out[0])
+
+
+@pytest.mark.parametrize(("output", "banned"), [(0, True), (1, True), (2, False), (5, False)])
+def test_stop_tokens_are_banned_until_min_tokens(output: int, banned: bool) -> None:
+    tokens = [1, 2, 3, *range(10, 10 + output)]
+    out = sampler.ban(logits_of(1), [job(tokens, 3, stops=(4, 6), min_tokens=2)])
+    assert kept(out[0]) == set(range(VOCAB)) - ({4, 6} if banned else set())
+
+
+# ---------------------------------------------------------------- neighbours
+
+USES: list[dict[str, Any]] = [
+    {"bad_words": ((4,), (1, 5))},
+    {"min_tokens": 3},
+    {"logit_bias": {3: 1.5}},
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5},
+    {"temperature": 0.7},
+    {"top_k": 4},
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"typical_p": 0.4},
+]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: next(iter(use)))
+@pytest.mark.parametrize("step", FOLD, ids=lambda step: step.__name__)
+def test_rows_that_do_not_use_a_step_keep_their_bits(step: Any, use: dict[str, Any]) -> None:
+    scores = logits_of(5)
+    scores[1] = torch.tensor([-0.0, 1e-40, 3e38, -3e38, math.pi] + [0.1] * (VOCAB - 5))
+    before = scores.clone()
+    greedy_use = {"temperature": 0.0} | {k: v for k, v in use.items() if k in ("top_k", "top_p", "min_p", "typical_p")}
+    out = step(
+        scores, [job([1, 7]), job([1, 7]), job([1, 7], 1, 0, (2,), **use), job([1, 7]), job([1, 7], **greedy_use)]
+    )
+    for row in (0, 1, 3, 4):
+        assert out[row].view(torch.int32).tolist() == before[row].view(torch.int32).tolist()
+    assert torch.equal(scores, before), "the logits of the caller were written to"
+
+
+def test_every_option_is_used_by_exactly_one_step() -> None:
+    """Otherwise the test above would hold of steps that do nothing."""
+    for use in USES:
+        mine = job([1, 7, 9], 1, 0, (2,), **use)
+        changed = [step.__name__ for step in FOLD if not torch.equal(step(logits_of(1), [mine]), logits_of(1))]
+        assert len(changed) == 1, (use, changed)
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 3, 10]),
+    top_p=st.sampled_from([1.0, 1.0, 0.8, 0.3]),
+    min_p=st.sampled_from([0.0, 0.0, 0.1]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.7]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    presence_penalty=st.sampled_from([0.0, 0.4]),
+    frequency_penalty=st.sampled_from([0.0, -0.3]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5, width=16), max_size=2),
+    bad_words=st.lists(st.tuples(st.integers(0, VOCAB - 1)), max_size=2).map(tuple),
+    min_tokens=st.integers(0, 3),
+    seed=st.integers(0, 2**64 - 1),
+    logprobs=st.sampled_from([None, 0, 3]),
+)
+jobs_of = st.builds(
+    Job,
+    samplings,
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
+    st.just(1),
+    st.integers(0, 5),
+    st.just(frozenset({4, 8})),
+)
+rows_of = st.tuples(jobs_of, st.integers(0, 10_000), st.sampled_from(["fine", "fine", "fine", "nan", "inf"]))
+
+
+def row_of(seed: int, health: str) -> Tensor:
+    row = logits_of(1, seed)[0]
+    if health != "fine":
+        row[seed % VOCAB] = float(health)
+    return row
+
+
+@settings(max_examples=60)
+@given(st.lists(rows_of, min_size=1, max_size=6))
+def test_neighbours_change_nothing(rows: list[tuple[Job, int, str]]) -> None:
+    together = sample(torch.stack([row_of(seed, health) for _, seed, health in rows]), [mine for mine, *_ in rows])
+    for (mine, seed, health), chosen in zip(rows, together, strict=True):
+        (alone,) = sample(row_of(seed, health)[None], [mine])
+        assert chosen.fault == alone.fault == (None if health == "fine" else FAULT)
+        if health == "fine":
+            assert chosen == alone
+            assert (chosen.score is None) == (mine.sampling.logprobs is None)
+
+
+def test_no_rows_no_tokens() -> None:
+    assert sample(torch.empty(0, VOCAB), []) == []
+
+
+# ---------------------------------------------------------------- what is drawn
+
+
+def draws(row: Tensor, number: int, **options: Any) -> list[int]:
+    """The same row for as many samples, of one seed."""
+    return [c.token for c in sample(row.expand(number, -1), [job(number=i, **options) for i in range(number)])]
+
+
+# The 1 - 1e-5 quantile of chi-square by degrees of freedom, Wilson and Hilferty's approximation.
+def limit(freedom: int) -> float:
+    return freedom * (1 - 2 / (9 * freedom) + 4.265 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+def chi_square(counts: Counter[int], expected: list[float]) -> float:
+    total = counts.total()
+    assert all(expected[token] > 0 for token in counts), "a token was drawn that has no chance"
+    return sum((counts[i] - total * p) ** 2 / (total * p) for i, p in enumerate(expected) if p > 0)
+
+
+DRAWN: dict[str, tuple[dict[str, Any], Callable[[list[float]], list[float]]]] = {
+    "plain": ({}, softmax),
+    "temperature": ({"temperature": 1.8}, lambda row: softmax([z / 1.8 for z in row])),
+    "top-k": ({"top_k": 4}, lambda row: among(row, top_k_by_hand(row, 4))),
+    "top-p": ({"top_p": 0.8}, lambda row: among(row, top_p_by_hand(row, 0.8))),
+    "min-p": ({"min_p": 0.1}, lambda row: among(row, min_p_by_hand(row, 0.1))),
+    "typical": ({"typical_p": 0.7}, lambda row: among(row, typical_by_hand(row, 0.7))),
+    "all": (
+        {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "logit_bias": {2: 1.0}},
+        lambda row: folded([(z + (i == 2)) / 1.5 for i, z in enumerate(row)]),
+    ),
+}
+
+
+def among(row: list[float], allowed: set[int]) -> list[float]:
+    return softmax([z if i in allowed else -math.inf for i, z in enumerate(row)])
+
+
+def folded(row: list[float]) -> list[float]:
+    best = [z if i in top_k_by_hand(row, 9) else -math.inf for i, z in enumerate(row)]
+    return among(best, top_p_by_hand(best, 0.9))
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_has_the_right_distribution(name: str) -> None:
+    options, expected = DRAWN[name]
+    row = logits_of(1, seed=4, spread=1.0)
+    counts = Counter(draws(row, 20_000, seed=11, **options))
+    chances = expected(row[0].tolist())
+    freedom = sum(p > 0 for p in chances) - 1
+    assert 2 <= freedom
+    assert chi_square(counts, chances) < limit(freedom)
+    assert chi_square(counts, softmax([2 * z for z in row[0].tolist()])) > limit(VOCAB - 1)  # it can object
+
+
+def test_seeds_samples_and_positions_each_make_another_draw() -> None:
+    row = torch.zeros(1, 1000)
+
+    def token(seed: int, number: int, length: int) -> int:
+        return sample(row, [job([1] * length, 1, number, seed=seed)])[0].token
+
+    assert token(5, 0, 3) == token(5, 0, 3)
+    assert len({token(s, 0, 3) for s in range(20)}) > 15
+    assert len({token(5, n, 3) for n in range(20)}) > 15
+    assert len({token(5, 0, n) for n in range(1, 21)}) > 15
+
+
+def test_a_draw_inverts_the_cumulated_probabilities() -> None:
+    """The first token at which the sum exceeds u; a token of no probability is never drawn, at either end."""
+    row = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0, 0.5, -math.inf]])
+    p = row[0].double().softmax(-1).cumsum(-1).tolist()
+    for number in range(300):
+        u = float(uniform([9], [number], [1])[0])
+        token = int(sampler._draw(row, [job(number=number, seed=9)])[0])
+        assert token == next(i for i, x in enumerate(p) if x > u)
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least and the greatest number that can be drawn still give tokens that may be."""
+    import numpy as np
+
+    monkeypatch.setattr(sampler, "uniform", lambda seeds, *_: np.full(len(seeds), u))
+    rows = logits_of(200, seed=5, spread=5.0)
+    rows[:, [0, 3, VOCAB - 1]] = -math.inf
+    tokens = sampler._draw(rows, [job()] * 200).tolist()
+    assert not {0, 3, VOCAB - 1} & set(tokens)
+    assert set(tokens) == ({1} if u == 0 else {VOCAB - 2})
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    row = torch.tensor([[0.0, 2.0, 1.0, 2.0, 2.0]])
+    filters = {"top_k": 1, "top_p": 0.1, "min_p": 1.0, "typical_p": 0.1}
+    assert sample(row, [job(temperature=0, **filters)])[0].token == 1
+
+
+# ---------------------------------------------------------------- reports and faults
+
+
+def test_logprobs_are_the_model_s_own() -> None:
+    """Before temperature, filters and penalties, whatever was chosen by them."""
+    scores = logits_of(3)
+    jobs = [job(logprobs=n, temperature=0.5, top_k=2, logit_bias={3: 9.0}) for n in (0, 2)] + [job(logprobs=VOCAB + 5)]
+    chosen = sample(scores, jobs)
+    for row, mine, answer in zip(scores, jobs, chosen, strict=True):
+        expected = row.double().log_softmax(-1).tolist()
+        assert answer.score is not None and answer.score.token == answer.token
+        assert answer.score.logprob == pytest.approx(expected[answer.token], abs=1e-5)
+        best = sorted(range(VOCAB), key=lambda i: -expected[i])[: mine.sampling.logprobs]
+        assert [token for token, _ in answer.score.top] == best
+        assert [value for _, value in answer.score.top] == pytest.approx([expected[i] for i in best], abs=1e-5)
+    assert [len(c.score.top) for c in chosen if c.score] == [0, 2, VOCAB]
+    assert sample(scores[:1], [job()])[0].score is None
+
+
+def test_prompt_scores() -> None:
+    scores = logits_of(4)
+    found = score_tokens(scores, [3, 9, 0, 28], 2)
+    expected = scores.double().log_softmax(-1)
+    assert found is not None and [s.token for s in found] == [3, 9, 0, 28]
+    for row, score in zip(expected, found, strict=True):
+        assert score.logprob == pytest.approx(float(row[score.token]), abs=1e-5)
+        assert [token for token, _ in score.top] == row.topk(2).indices.tolist()
+    broken = scores.clone()
+    broken[2, 5] = math.inf
+    assert score_tokens(broken, [3, 9, 0, 28], 2) is None
+    none = score_tokens(scores, [3, 9, 0, 28], 0)
+    assert none is not None and all(s.top == () for s in none)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_broken_row_is_a_fault_of_that_row_alone(bad: float, temperature: float) -> None:
+    scores = logits_of(4)
+    options = {"temperature": temperature, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 1}
+    healthy = sample(scores, [job(number=i, **options) for i in range(4)])
+    scores[2, 7] = bad
+    chosen = sample(scores, [job(number=i, **options) for i in range(4)])
+    assert [c.fault for c in chosen] == [None, None, FAULT, None]
+    assert [c for i, c in enumerate(chosen) if i != 2] == [c for i, c in enumerate(healthy) if i != 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_row_with_every_token_banned_is_a_fault(temperature: float) -> None:
+    every = tuple((token,) for token in range(VOCAB))
+    filters = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.5}
+    jobs = [job(temperature=temperature, bad_words=words, **filters) for words in ((), every, every[1:])]
+    nothing, one = sample(logits_of(3), jobs)[1:]
+    assert nothing.fault == NOTHING_LEFT
+    assert (one.token, one.fault) == (0, None)
+
+
+def test_half_precision_logits_are_widened_first() -> None:
+    scores = logits_of(2).to(torch.bfloat16)
+    jobs = [job(seed=3, logprobs=1), job(temperature=0, logprobs=1)]
+    assert sample(scores, jobs) == sample(scores.float(), jobs)
+
+
+def test_the_fold_is_in_the_documented_order() -> None:
+    filters = ["keep_top_k", "keep_top_p", "keep_min_p", "keep_typical"]
+    assert [step.__name__ for step in FOLD] == ["ban", "add_bias", "penalise", "temper", *filters]
+    assert Sampling.__doc__ is not None
+    text = " ".join(Sampling.__doc__.split())
+    assert "``logit_bias``, penalties, temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``" in text
+
+
+def test_results_are_plain_values() -> None:
+    (chosen,) = sample(logits_of(1), [job(logprobs=2)])
+    assert isinstance(chosen, Chosen) and type(chosen.token) is int and chosen.score is not None
+    assert {type(chosen.score.logprob), *(type(v) for _, v in chosen.score.top)} == {float}
+    assert {type(t) for t, _ in chosen.score.top} == {int}
+
+
+def test_every_sampling_field_is_known_to_these_tests() -> None:
+    """A new field must be applied here, or named among those that others apply."""
+    tested = {key for use in USES for key in use} | {"seed", "logprobs"}
+    elsewhere = {"max_tokens", "stop", "stop_tokens", "ignore_eos", "n", "prompt_logprobs"}
+    assert {f.name for f in dataclasses.fields(Sampling)} == tested | elsewhere

@@ -1,0 +1,292 @@
+"""``kvad verify``: the rules of its verdicts, that its scenario takes place, its page, its JSON, its exit codes."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvad.cache.sizing import CacheConfig
+from kvad.checkpoint.native import save
+from kvad.cli.main import main
+from kvad.config import Attention, DynamicScaling, Gated, Layer, ModelConfig, Rope, Stack
+from kvad.errors import EngineError, UsageError
+from kvad.lab.findings import EXACT
+from kvad.lab.replay import Happened, Replayed, Stream, replay, uncached
+from kvad.lab.scenario import Options, check_happened, fitting, make_streams, prompts_of
+from kvad.lab.verify import compare, tolerance, verify
+from kvad.model.transformer import Transformer
+from kvad.text.plain import ByteTokenizer
+
+OPTIONS = Options(rows=3, chunk=8, block_size=4, tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny tensors: a second thread costs more than it gives."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tiny(vocab=64, limit=96, **mixer):
+    torch.manual_seed(0)
+    kinds = {"L": Layer(Attention(**{"heads": 4, "kv_heads": 2, **mixer}), Gated(48))}
+    model = Transformer(ModelConfig(width=32, vocab=vocab, limit=limit, decoder=Stack(layers=3, kinds=kinds)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.dim() == 1))
+    return model.eval().requires_grad_(False)
+
+
+def run(model, options=OPTIONS, **more):
+    return verify(model, prompts_of(model.config, options, None), options, **more)
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def test_every_memory_gets_its_word():
+    report = run(tiny())
+    assert [m.structure <= EXACT for m in report.memories] == [True] * 8
+    words = {(m.layout, m.dtype): m.verdict for m in report.memories}
+    for layout in ("paged", "contiguous"):
+        assert words[layout, "float32"] == words[layout, "float64"] == "exact"
+        assert words[layout, "bfloat16"] in ("within tolerance", "lossy by design")
+        assert words[layout, "float16"] == "within tolerance"
+    assert not report.broken and report.verdict().startswith("exact (paged float32, paged float64, contiguous")
+
+
+def test_the_scenario_takes_place():
+    paged, contiguous = run(tiny(), dataclasses.replace(OPTIONS, dtypes=("float64",))).memories
+    for happened in (paged.happened, contiguous.happened):
+        assert all(happened[name] for name in ("chunks", "mixed", "preemptions", "recomputed", "forks")), happened
+        assert happened["rows"] == 5  # three prompts, a second sample, and the row that shares a prefix
+    assert paged.happened["hit_tokens"] > 0 == contiguous.happened["hit_tokens"]
+    assert paged.compared == paged.happened["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("happened", "what"),
+    [
+        (Happened(hit_tokens=4, chunks=1), "preemption"),
+        (Happened(preemptions=1, chunks=1), "prefix hit"),
+        (Happened(preemptions=1, hit_tokens=4), "chunked prompt"),
+    ],
+)
+def test_what_silently_did_not_happen_is_an_error(happened, what):
+    streams = [Stream(tuple(range(20)), ((1, 2),))]
+    with pytest.raises(EngineError, match=f"the {what} asked for did not happen"):
+        check_happened(happened, streams, OPTIONS, "paged")
+
+
+def test_without_preemption_and_hits_nothing_is_recomputed():
+    options = dataclasses.replace(OPTIONS, preempt=False, prefix_hit=False, dtypes=("float64",))
+    for memory in run(tiny(), options).memories:
+        assert memory.verdict == "exact"
+        assert memory.happened["preemptions"] == memory.happened["recomputed"] == memory.happened["hit_tokens"] == 0
+
+
+def test_one_row_is_enough():
+    assert not run(tiny(), dataclasses.replace(OPTIONS, rows=1, dtypes=("float64",))).broken
+
+
+@pytest.mark.parametrize("limit", [4, 12, 40])
+def test_a_low_limit_is_no_obstacle(limit):
+    model = tiny(limit=limit)
+    tokens, block_size = fitting(model.config, None, None)
+    options = Options(rows=4, tokens=tokens, block_size=block_size, chunk=2, dtypes=("float64",), preempt=limit > 4)
+    assert not run(model, options).broken
+
+
+def test_lossy_by_design():
+    """Scores so sharp that rounding a key moves whole weights: the structure is exact, the loss is the precision's."""
+    report = run(tiny(scale=12.0), dataclasses.replace(OPTIONS, dtypes=("bfloat16", "float64")))
+    assert [m.verdict for m in report.memories] == ["lossy by design", "exact"] * 2
+    assert all(m.max_dlogit > m.tolerance for m in report.memories if m.dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("deep", [0, 2])
+def test_an_overflow_is_broken_and_named(deep):
+    """float16 ends at 65,504: such a model cannot be cached in it, and that is no tolerable loss."""
+    model = tiny(bias=True, position=None)
+    mixer = model.decoder.layers[deep].mixer
+    with torch.no_grad():  # a dimension of the keys that no query asks for
+        mixer.k.bias[::8] = 1e5
+        mixer.q.weight[::8], mixer.q.bias[::8] = 0, 0
+    report = run(model, dataclasses.replace(OPTIONS, dtypes=("float16", "bfloat16"), layouts=("paged",)))
+    half, _ = report.memories
+    assert half.verdict == "BROKEN" and math.isinf(half.max_dlogit)
+    assert half.finding.fault == "dtype" and half.finding.layer == deep and "ends at" in half.finding.evidence
+
+
+def test_half_precision_weights_are_verified_too():
+    report = run(tiny().bfloat16(), dataclasses.replace(OPTIONS, dtypes=("float32", "bfloat16"), layouts=("paged",)))
+    assert report.memories[0].verdict == "exact" and not report.broken
+
+
+def test_an_injected_fault_that_changes_nothing_is_an_error():
+    """Prompts of one token: no step has a key ahead of a query."""
+    options = dataclasses.replace(OPTIONS, prefix_hit=False, preempt=False, dtypes=("float64",))
+    with pytest.raises(EngineError, match="'mask' changed nothing"):
+        verify(tiny(), [[1], [2]], options, fault="mask")
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_compare_knows_ties_and_divergence():
+    judge = {(0, 0): torch.tensor([[0.0, 1.0], [2.0, 2.0 - 1e-6]], dtype=torch.float64)}
+    same = compare(Replayed({(0, 0): [(0, judge[0, 0])]}), judge, 1e-5)
+    assert (same.max_dlogit, same.kl_max, same.divergences) == (0.0, 0.0, ())
+    other = judge[0, 0].flip(-1)
+    flipped = compare(Replayed({(0, 0): [(0, other)]}), judge, 1e-5)
+    first, second = flipped.divergences
+    assert (first.position, first.tie, first.gap) == (0, False, 1.0)
+    assert (second.position, second.tie) == (1, True)
+    p = torch.tensor([0.0, 1.0]).softmax(-1)
+    assert flipped.kl_max == pytest.approx(float((p * (p / p.flip(-1)).log()).sum()), rel=1e-6)
+
+
+def test_nan_is_an_infinite_difference():
+    judge = {(0, 0): torch.zeros(1, 3)}
+    assert math.isinf(compare(Replayed({(0, 0): [(0, torch.full((1, 3), math.nan))]}), judge, 0.0).max_dlogit)
+
+
+def test_tolerance_is_what_the_rule_says():
+    eps = {name: torch.finfo(getattr(torch, name)).eps for name in ("float32", "bfloat16", "float16", "float64")}
+    assert tolerance("float32", 30, 1e-14) == 256 * eps["float32"] * 30
+    assert tolerance("bfloat16", 30, 1e-14) == (256 * eps["float32"] + 8 * eps["bfloat16"]) * 30
+    assert tolerance("float32", 30, 1e-11) == 16 * 1e-11 * eps["float32"] / eps["float64"]
+    assert tolerance("float64", 30, 1e-14) == EXACT
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_replay_gives_the_judges_logits(layout):
+    """Its own face: waves, forks, a tight pool, and rows of two rotary regimes side by side."""
+    model = tiny(position=Rope(scaling=DynamicScaling(4.0, 24))).double()
+    long, short = tuple(range(30)), (7, 8, 9)
+    streams = [
+        Stream(long, ((1, 2, 3, 4, 5),)),
+        Stream(short, ((1, 2, 3), (4, 5, 6))),
+        Stream((*long[:24], 50), ((9,) * 10,), follows=0),
+    ]
+    cache = CacheConfig(
+        layout=layout,
+        dtype="float64",
+        block_size=4,
+        rows=4,
+        capacity=36,
+        chunk=7,
+        blocks=12 if layout == "paged" else None,
+    )
+    done = replay(model, cache, streams, squeezes=1)
+    assert done.happened.preemptions and done.happened.forks == 1
+    for number, stream in enumerate(streams):
+        for sample in range(len(stream.forced)):
+            true = uncached(model, stream.tokens(sample), stream.limit)
+            for start, have in done.pieces[number, sample]:
+                torch.testing.assert_close(have, true[start : start + len(have)], atol=1e-12, rtol=0)
+            whole = done.logits(number, sample)
+            assert whole.shape == true.shape and not whole[-1].isnan().any()
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verify") / "model"
+    tokenizer = ByteTokenizer()
+    model = tiny(vocab=tokenizer.vocab_size)
+    save(folder, model.config, model.state_dict(), tokenizer)
+    return str(folder)
+
+
+SMALL = ("--rows", "3", "--chunk", "8", "--block-size", "4", "--tokens", "8")
+
+
+def test_the_page(checkpoint, capsys):
+    assert main(["verify", checkpoint, *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("verdict: exact (paged float32")
+    assert "preemptions" in out and "tokens from prefix hits" in out and "structure: float64 model and cache" in out
+
+
+def test_json_holds_everything(checkpoint, capsys):
+    assert main(["verify", checkpoint, *SMALL, "--json", "--layout", "paged", "--dtype", "float32,bfloat16"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["broken"] is False and found["injected"] is None and len(found["rules"]) == 7
+    assert [(m["layout"], m["dtype"]) for m in found["memories"]] == [("paged", "float32"), ("paged", "bfloat16")]
+    first = found["memories"][0]
+    assert first["verdict"] == "exact" and first["structure"] <= EXACT and first["happened"]["hit_tokens"] > 0
+
+
+def test_a_broken_memory_is_named_and_exits_1(checkpoint, capsys):
+    assert main(["verify", checkpoint, *SMALL, "--break", "mask", "--dtype", "float32"]) == 1
+    out = capsys.readouterr().out
+    assert "fault      mask: " in out and "first at layer 0, row 1, position 0" in out and "usually    " in out
+    assert out.splitlines()[-1] == "verdict: BROKEN (paged float32, contiguous float32)"
+
+
+def test_broken_json_names_it_too(checkpoint, capsys):
+    assert main(["verify", checkpoint, *SMALL, "--break", "scale", "--json", "--dtype", "float32"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    finding = found["memories"][0]["finding"]
+    assert found["broken"] and finding["fault"] == "scale" and finding["layer"] == 0 and finding["causes"]
+
+
+def test_own_prompts_are_the_rows(checkpoint, capsys):
+    prompts = ("--prompt", "the cache remembers", "--prompt", "def ")
+    small = ("--block-size", "4", "--tokens", "6", "--chunk", "8", "--dtype", "float32", "--json")
+    assert main(["verify", checkpoint, *prompts, *small]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == [24, 9, 9, 24]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--break", "mesk"), "did you mean 'mask'"),
+        (("--layout", "pagd"), "did you mean 'paged'"),
+        (("--dtype", "float31"), "did you mean 'float32'"),
+        (("--rows", "0"), "--rows: must be at least 1"),
+        (("--tokens", "96"), "the model's limit is 96"),
+        (("--prompt", "def ", "--tokens", "4"), "no more than a block of 16"),
+        (("--prompt", "a", "--rows", "2"), "--rows 2, but 1 prompts"),
+        (("--prompt", "x" * 90, "--tokens", "9"), "limit of 96"),
+        (("--break", "mask", "--chunk", "1"), "--chunk 1"),
+    ],
+)
+def test_bad_input(checkpoint, capsys, arguments, word):
+    assert main(["verify", checkpoint, *arguments]) == 2
+    assert word in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path, capsys):
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "kvad: error: " in capsys.readouterr().err
+
+
+def test_usage_errors_import_no_torch():
+    code = (
+        "import sys; from kvad.cli.main import main\n"
+        "assert main(['verify', 'nowhere', '--break', 'mesk']) == 2 and main(['verify', '--help']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_prompts_are_ragged_and_known(checkpoint):
+    options = Options(rows=4, tokens=8, chunk=8, block_size=4)
+    config = tiny(vocab=300).config
+    prompts = prompts_of(config, options, ByteTokenizer())
+    assert [len(p) for p in prompts] == [25, 15, 9, 1]
+    assert bytes(prompts[0]) == b"The cache remembers what "
+    with pytest.raises(UsageError, match="leaves no room"):
+        prompts_of(config, dataclasses.replace(options, tokens=96), None)
+    streams = make_streams(tiny(vocab=300), prompts, options)
+    assert streams[-1].prompt[:24] == streams[0].prompt[:24] and streams[-1].prompt != streams[0].prompt

@@ -1,0 +1,156 @@
+"""Norms, activations, MLPs, the embedding and the head, each against its formula written out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kvad import config as cfg
+from kvad.config import ModelConfig
+from kvad.model.parts import ACTIVATIONS, Embedding, Gated, Head, Norm, Plain, make_mlp
+
+WIDTH, VOCAB = 12, 17
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def randomise(module: nn.Module) -> Any:
+    """Every parameter random, in float64."""
+    module = module.double()
+    for number, parameter in enumerate(module.parameters()):
+        parameter.data = random(*parameter.shape, seed=number + 10)
+    return module
+
+
+# ---------------------------------------------------------------- norms
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_norms(kind: Any, unit_offset: bool, bias: bool) -> None:
+    norm = randomise(Norm(WIDTH, cfg.Norm(kind, eps=0.1, bias=bias, unit_offset=unit_offset)))
+    x = 3 * random(5, WIDTH) + 2
+    out = norm(x)
+    weight = norm.weight + 1 if unit_offset else norm.weight
+    for row, y in zip(x.tolist(), out, strict=True):
+        mean = sum(row) / WIDTH if kind == "layer" else 0.0
+        size = math.sqrt(sum((a - mean) ** 2 for a in row) / WIDTH + 0.1)
+        expected = torch.tensor([(a - mean) / size for a in row], dtype=torch.float64) * weight
+        expected = expected + norm.bias if bias else expected
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+
+
+def test_an_untrained_norm_is_the_identity_of_what_it_normalises() -> None:
+    for unit_offset in (False, True):
+        norm = Norm(WIDTH, cfg.Norm("rms", eps=0.0, unit_offset=unit_offset)).double()
+        x = random(5, WIDTH)
+        torch.testing.assert_close(norm(x), x / x.square().mean(-1, keepdim=True).sqrt(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_norms_of_half_precision_are_computed_in_float32(kind: Any, dtype: torch.dtype) -> None:
+    """Squares of 300 overflow float16, and 4,096 of them lose their sum in bfloat16."""
+    norm = Norm(4096, cfg.Norm(kind, eps=1e-6)).to(dtype)
+    x = (300 * random(2, 4096)).to(dtype)
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True) if kind == "layer" else wide
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    out = norm(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=1e-3)
+
+
+# ---------------------------------------------------------------- activations and MLPs
+
+FORMULAS = {
+    "gelu": lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
+    "silu": lambda x: x / (1 + math.exp(-x)),
+}
+
+
+def test_every_activation_by_its_formula() -> None:
+    assert set(FORMULAS) == set(ACTIVATIONS)
+    xs = [-6.0, -1.5, -0.2, 0.0, 0.3, 1.0, 4.0]
+    for name, formula in FORMULAS.items():
+        mine = ACTIVATIONS[name](torch.tensor(xs, dtype=torch.float64)).tolist()
+        assert mine == pytest.approx([formula(x) for x in xs], abs=1e-12), name
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_mlps(activation: Any, bias: bool) -> None:
+    x = random(4, WIDTH)
+
+    def linear(layer: nn.Linear, y: Tensor) -> Tensor:
+        assert (layer.bias is not None) == bias
+        return y @ layer.weight.T + (layer.bias if bias else 0)
+
+    plain = randomise(make_mlp(WIDTH, cfg.Plain(20, activation, bias)))
+    assert isinstance(plain, Plain)
+    act = ACTIVATIONS[activation]
+    torch.testing.assert_close(plain(x), linear(plain.down, act(linear(plain.up, x))), rtol=0, atol=1e-10)
+    gated = randomise(make_mlp(WIDTH, cfg.Gated(20, activation, bias)))
+    assert isinstance(gated, Gated)
+    expected = linear(gated.down, act(linear(gated.gate, x)) * linear(gated.up, x))
+    torch.testing.assert_close(gated(x), expected, rtol=0, atol=1e-10)
+
+
+# ---------------------------------------------------------------- both ends
+
+
+def config(**more: Any) -> ModelConfig:
+    stack = cfg.Stack(1, {"L": cfg.Layer(cfg.Attention(2), cfg.Gated(8))})
+    return ModelConfig(**{"width": WIDTH, "vocab": VOCAB, "limit": 8, "decoder": stack, **more})
+
+
+TOKENS, PLACES = torch.tensor([3, 0, 16, 3]), torch.tensor([5, 0, 7, 1])
+
+
+def test_embedding_scales_then_adds_positions_then_normalises() -> None:
+    position = cfg.LearnedPositions(11, offset=3)
+    embed = randomise(Embedding(config(position=position, embedding_scale=2.5, embedding_norm=cfg.Norm("layer"))))
+    x = 2.5 * embed.tokens.weight[TOKENS] + embed.positions.weight[PLACES + 3]
+    torch.testing.assert_close(embed(TOKENS, PLACES), embed.norm(x), rtol=0, atol=1e-12)
+    assert [name for name, _ in embed.named_parameters()] == ["tokens.weight", "positions.weight", "norm.weight"]
+
+
+def test_sinusoids_are_added_to_the_scaled_embedding_and_are_no_parameter() -> None:
+    embed = randomise(Embedding(config(position=cfg.SinusoidalPositions(), embedding_scale=2.5)))
+    added = embed(TOKENS, PLACES) - 2.5 * embed.tokens.weight[TOKENS]
+    torch.testing.assert_close(added[:, 0], PLACES.double().sin(), rtol=0, atol=1e-12)
+    assert [name for name, _ in embed.named_parameters()] == ["tokens.weight"]
+
+
+def test_the_embedding_scale_is_rounded_to_the_model_s_dtype() -> None:
+    """As Gemma's is: sqrt(3072) = 55.4256 is 55.5 in bfloat16."""
+    embed = Embedding(config(embedding_scale=3072**0.5)).to(torch.bfloat16)
+    nn.init.ones_(embed.tokens.weight)
+    assert set(embed(TOKENS, PLACES).flatten().tolist()) == {55.5}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tie", [False, True])
+def test_head(tie: bool, bias: bool) -> None:
+    head = randomise(Head(config(tie=tie, head=cfg.Head(bias=bias, softcap=2.0, scale=0.25))))
+    hidden, embedding = random(3, WIDTH), random(VOCAB, WIDTH, seed=1)
+    logits = hidden @ (embedding if tie else head.weight).T + (head.bias if bias else 0)
+    torch.testing.assert_close(head(hidden, embedding), 2.0 * torch.tanh(0.25 * logits / 2.0), rtol=0, atol=1e-12)
+    names = {name for name, _ in head.named_parameters()}
+    assert names == ({"weight"} if not tie else set()) | ({"bias"} if bias else set())
+
+
+def test_a_tied_head_gives_its_gradient_to_the_embedding() -> None:
+    head, embedding = Head(config(tie=True)), random(VOCAB, WIDTH).requires_grad_()
+    head(random(3, WIDTH), embedding).sum().backward()
+    assert embedding.grad is not None and float(embedding.grad.abs().min()) > 0

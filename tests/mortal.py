@@ -1,0 +1,53 @@
+"""Children that die by SIGKILL at a chosen operation: what a crash leaves on disk, without waiting and without luck.
+
+Run in a process of its own (``python -c "import mortal; ..."``): it must have imported torch and computed nothing with
+it, so that a fork is safe.  Operations are flushes, renames, new folders, and whatever the caller counts with
+``Death.tick``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Death:
+    """Counts operations and kills this process at the ``at``-th (0: never)."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+        for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "replace"), (Path, "write_text")):
+            setattr(owner, name, self.counted(getattr(owner, name)))
+
+    def tick(self) -> None:
+        self.count += 1
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any, **options: Any) -> Any:
+            self.tick()
+            return real(*arguments, **options)
+
+        return operation
+
+
+def live(work: Callable[[Death], None], at: int) -> bool:
+    """Run ``work`` in a child that dies at operation ``at``; whether it came to its end."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work(Death(at))
+            code = 0
+        finally:
+            os._exit(code)
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL, f"died of signal {os.WTERMSIG(status)}"
+        return False
+    assert os.WEXITSTATUS(status) == 0, "the child failed: see above"
+    return True

@@ -1,0 +1,404 @@
+"""The config: it round-trips, names the key of whatever is wrong, and refuses what could not run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvad import config as cfg
+from kvad.config import MixerSpec, ModelConfig, from_dict, mixers, override, to_dict
+from kvad.errors import ConfigError
+from tests.models import HEADS, NORMS, POSITIONS, model_config
+from tests.pairwise import pairwise
+
+LONGROPE = cfg.LongRopeScaling((1.0, 1.5), (2.0, 3.0), 16, factor=4.0)
+
+
+def whole() -> ModelConfig:
+    """Every field away from its default."""
+    mixer = cfg.Attention(
+        6,
+        3,
+        8,
+        5,
+        cfg.Rope(500.0, 0.5, True, LONGROPE),
+        causal=False,
+        window=7,
+        bias=True,
+        out_bias=True,
+        qk_norm="full",
+        softcap=20.0,
+        sinks=True,
+        scale=0.3,
+    )
+    norm = cfg.Norm("layer", 1e-3, bias=True, unit_offset=True)
+    alibi = dataclasses.replace(mixer, position=cfg.Alibi(), scale="none")
+    t5 = dataclasses.replace(mixer, position=cfg.T5Bias(16, 50, True, False), scale="default")
+    kinds = {
+        "L": cfg.Layer(mixer, cfg.Plain(40, "relu2", bias=True), norm),
+        "A": cfg.Layer(alibi, cfg.Gated(30, "gelu_tanh", bias=True), cfg.Norm()),
+        "T": cfg.Layer(t5, cfg.Gated(30), norm),
+    }
+    return ModelConfig(
+        24,
+        67,
+        64,
+        cfg.Stack(5, kinds, "LLAT", norm_place="sandwich", final_norm=False),
+        position=cfg.LearnedPositions(80, offset=2),
+        embedding_scale=2.0,
+        embedding_norm=norm,
+        head=cfg.Head(bias=True, softcap=30.0, scale=0.25),
+        tie=False,
+    )
+
+
+def plain(**changes: Any) -> dict[str, Any]:
+    """A small valid config as JSON values, with dotted keys set."""
+    data = {
+        "width": 24,
+        "vocab": 67,
+        "limit": 64,
+        "decoder": {
+            "layers": 2,
+            "kinds": {
+                "L": {
+                    "mixer": {"heads": 6, "head_dim": 8, "position": {"kind": "rope"}},
+                    "mlp": {"kind": "gated", "hidden": 40},
+                    "norm": {},
+                }
+            },
+            "pattern": "L",
+        },
+        "head": {},
+    }
+    return override(data, changes)
+
+
+L = "decoder.kinds.L"
+P = f"{L}.mixer.position"
+
+# ---------------------------------------------------------------- round trips
+
+
+@pytest.mark.parametrize("case", pairwise({"position": POSITIONS, "norm": NORMS, "heads": HEADS}))
+def test_configs_survive_json(case: dict[str, str]) -> None:
+    config = model_config(**case)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_every_field_survives_json() -> None:
+    config = whole()
+    data = json.loads(json.dumps(config.to_dict()))
+    assert ModelConfig.from_dict(data) == config
+    assert data["decoder"]["kinds"]["L"]["mixer"]["position"]["scaling"] == {
+        "kind": "longrope",
+        "short": [1.0, 1.5],
+        "long": [2.0, 3.0],
+        "original": 16,
+        "factor": 4.0,
+        "attention_factor": None,
+    }
+    default = ModelConfig.from_dict(plain())
+    for field in dataclasses.fields(ModelConfig):
+        if field.name not in ("width", "vocab", "limit"):
+            assert getattr(config, field.name) != getattr(default, field.name)
+
+
+@pytest.mark.parametrize("cls", typing.get_args(cfg.Scaling), ids=lambda cls: cls.__name__)
+def test_every_scaling_is_told_by_its_kind(cls: type[Any]) -> None:
+    given = {"factor": 2.0, "original": 32, "short": (1.0, 1.0), "long": (2.0, 2.0)}
+    scaling = cls(**{f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given})
+    rope = cfg.Rope(scaling=scaling)
+    assert from_dict(cfg.Rope, to_dict(rope)) == rope
+
+
+def test_what_is_left_out_has_its_default() -> None:
+    config = ModelConfig.from_dict(plain())
+    assert config.decoder.kinds["L"] == cfg.Layer(cfg.Attention(6, head_dim=8), cfg.Gated(40))
+    assert (config.tie, config.head, config.embedding_scale) == (True, cfg.Head(), 1.0)
+
+
+def test_whole_numbers_will_do_for_floats_and_not_the_other_way() -> None:
+    scale = ModelConfig.from_dict(plain(embedding_scale=2)).embedding_scale
+    assert scale == 2.0 and type(scale) is float
+    assert ModelConfig.from_dict(plain(**{f"{L}.mixer.scale": 1})).decoder.kinds["L"].mixer.scale == 1.0
+    with pytest.raises(ConfigError, match=r"width: expected int, found 24\.0"):
+        ModelConfig.from_dict(plain(width=24.0))
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_load_reads_a_config_and_a_checkpoint_s(tmp_path: Path) -> None:
+    alone, inside = tmp_path / "a.json", tmp_path / "b.json"
+    alone.write_text(json.dumps(whole().to_dict()))
+    inside.write_text(json.dumps({"format": 1, "model": whole().to_dict()}))
+    assert ModelConfig.load(alone) == ModelConfig.load(inside) == whole()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file: .*config.json"),
+        (b"{width", "config.json is not JSON"),
+        (b"\xff\xfe\x00", "config.json is not JSON"),
+        (b"[1, 2]", "expected an object of keys, found list"),
+        (b"{}", "missing key width"),
+        (b'{"model": 3}', "ModelConfig: expected an object, found 3"),
+    ],
+)
+def test_load_says_what_is_wrong_with_a_file(content: bytes | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.load(path)
+
+
+# ---------------------------------------------------------------- keys and types
+
+WRONG_KEYS: list[tuple[dict[str, Any], str, str]] = [  # changes, message, hint
+    ({"widht": 3}, "unknown key widht", "did you mean 'width'?"),
+    ({"decoder.layer": 3}, "unknown key decoder.layer", "did you mean 'layers'?"),
+    ({f"{L}.mixer.kvheads": 3}, f"unknown key {L}.mixer.kvheads", "did you mean 'kv_heads'?"),
+    ({f"{L}.mlp.kind": "gatde"}, f"{L}.mlp.kind: 'gatde' is not known", "did you mean 'gated'?"),
+    ({f"{P}.kind": "ropes"}, f"{P}.kind: 'ropes' is not known", "did you mean 'rope'?"),
+    ({f"{P}": {}}, f"missing key {P}.kind", "known: alibi, rope, t5"),
+    ({f"{P}": {"kind": 3}}, f"{P}.kind: 3 is not known", "known: alibi, rope, t5"),
+    ({f"{P}.scaling": {"kind": "yarm"}}, f"{P}.scaling.kind: 'yarm' is not known", "did you mean 'yarn'?"),
+    ({f"{P}.scaling": {"kind": "yarn", "factor": 2.0}}, f"missing key {P}.scaling.original", ""),
+    ({"decoder.pattern": "LG"}, "decoder.pattern names kind 'G'", "known: L"),
+    ({"position": {"kind": "learned"}}, "missing key position.size", ""),
+]
+
+
+@pytest.mark.parametrize(("changes", "message", "hint"), WRONG_KEYS)
+def test_wrong_keys_are_named_with_the_nearest_right_one(changes: dict[str, Any], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(plain(**changes))
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+WRONG_TYPES: list[tuple[str, Any, str]] = [
+    ("width", "24", "width: expected int, found '24'"),
+    ("width", True, "width: expected int, found True"),
+    ("width", None, "width: expected int, found None"),
+    ("tie", 1, "tie: expected bool, found 1"),
+    ("embedding_scale", float("nan"), "embedding_scale: expected a finite number, found nan"),
+    ("embedding_scale", float("inf"), "embedding_scale: expected a finite number, found inf"),
+    ("embedding_scale", True, "embedding_scale: expected float, found True"),
+    ("decoder", 3, "decoder: expected an object, found 3"),
+    ("decoder.kinds", [1], "decoder.kinds: expected an object, found [1]"),
+    ("decoder.kinds", {"L": 5}, "decoder.kinds.L: expected an object, found 5"),
+    (f"{L}.mlp", 5, f"{L}.mlp: expected an object, found 5"),
+    (f"{L}.mlp", None, f"{L}.mlp: expected an object, found None"),
+    (f"{L}.mixer.window", "wide", f"{L}.mixer.window: expected int, found 'wide'"),
+    (f"{L}.mixer.scale", "nono", f"{L}.mixer.scale: 'nono' is not one of 'default', 'none'"),
+    (f"{L}.mlp.activation", "swish", f"{L}.mlp.activation: 'swish' is not one of 'gelu', "),
+    (f"{P}", 4, f"{P}: expected an object or null, found 4"),
+    (
+        f"{P}.scaling",
+        {"kind": "longrope", "short": 1.0, "long": [], "original": 4},
+        f"{P}.scaling.short: expected a list, found 1.0",
+    ),
+    (
+        f"{P}.scaling",
+        {"kind": "longrope", "short": [1.0, "x"], "long": [], "original": 4},
+        f"{P}.scaling.short[1]: expected float, found 'x'",
+    ),
+    ("decoder.norm_place", "middle", "decoder.norm_place: 'middle' is not one of 'pre', 'post', "),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), WRONG_TYPES)
+def test_wrong_types_are_named_with_what_was_found(key: str, value: Any, message: str) -> None:
+    data = plain()
+    *parents, last = key.split(".")
+    node: Any = data
+    for name in parents:
+        node = node[name]
+    node[last] = value
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(data)
+    assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize("key", ["width", "vocab", "limit", "decoder", "decoder.layers", f"{L}.mixer", f"{L}.mlp"])
+def test_what_has_no_default_must_be_there(key: str) -> None:
+    data = plain()
+    *parents, last = key.split(".")
+    node = data
+    for name in parents:
+        node = node[name]
+    del node[last]
+    with pytest.raises(ConfigError, match=f"^missing key {key}$"):
+        ModelConfig.from_dict(data)
+
+
+# ---------------------------------------------------------------- overrides
+
+
+def test_overrides_reach_any_depth_and_leave_the_original() -> None:
+    data = whole().to_dict()
+    kept = json.loads(json.dumps(data))
+    changed = override(data, {"decoder.layers": 9, f"{P}.theta": 7.0, "tie": True, "head": {"bias": False}})
+    assert data == kept
+    config = ModelConfig.from_dict(changed)
+    assert (config.decoder.layers, config.tie, config.head) == (9, True, cfg.Head())
+    position = config.decoder.kinds["L"].mixer.position
+    assert isinstance(position, cfg.Rope) and position.theta == 7.0
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "hint"),
+    [
+        ("decodr.layers", "unknown key 'decodr'", "did you mean 'decoder'?"),
+        ("decoder.kinds.L.mixr.heads", "unknown key 'decoder.kinds.L.mixr'", "did you mean 'mixer'?"),
+        ("width.x", "unknown key 'width'", "did you mean 'width'?"),
+    ],
+)
+def test_overrides_of_what_is_not_there(key: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        override(plain(), {key: 3})
+    assert (caught.value.message, caught.value.hint) == (message, hint)
+
+
+def test_an_override_of_an_unknown_last_key_is_found_when_read() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key decoder\.layrs \(did you mean 'layers'\?\)"):
+        ModelConfig.from_dict(override(plain(), {"decoder.layrs": 3}))
+
+
+# ---------------------------------------------------------------- what cannot be right
+
+
+def yarn(**more: Any) -> dict[str, Any]:
+    return {f"{P}.scaling": {"kind": "yarn", "factor": 2.0, "original": 16, **more}}
+
+
+def longrope(**more: Any) -> dict[str, Any]:
+    return {f"{P}.scaling": {"kind": "longrope", "short": [1.0] * 4, "long": [1.0] * 4, "original": 16, **more}}
+
+
+def t5(**more: Any) -> dict[str, Any]:
+    return {P: {"kind": "t5", **more}}
+
+
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    *(({key: 0}, f"{key}: must be at least 1, found 0") for key in ("width", "vocab", "limit", "decoder.layers")),
+    ({"decoder.pattern": ""}, "decoder.pattern is empty"),
+    ({f"{L}.mixer.heads": 0}, f"{L}.mixer.heads: must be at least 1, found 0"),
+    ({f"{L}.mixer.kv_heads": 0}, f"{L}.mixer.kv_heads: must be at least 1, found 0"),
+    ({f"{L}.mixer.kv_heads": 4}, f"{L}.mixer.kv_heads: 4 does not divide heads 6"),
+    ({f"{L}.mixer.head_dim": None, "width": 25}, f"{L}.mixer.heads: 6 does not divide width 25"),
+    ({f"{L}.mixer.head_dim": 0}, f"{L}.mixer.head_dim: must be at least 1, found 0"),
+    ({f"{L}.mixer.value_dim": 0}, f"{L}.mixer.value_dim: must be at least 1, found 0"),
+    ({f"{L}.mixer.window": 0}, f"{L}.mixer.window: must be at least 1, found 0"),
+    ({f"{L}.mixer.softcap": 0.0}, f"{L}.mixer.softcap: must be above 0, found 0.0"),
+    ({f"{L}.mlp.hidden": 0}, f"{L}.mlp.hidden: must be at least 1, found 0"),
+    ({f"{L}.norm.eps": -1.0}, f"{L}.norm.eps: must not be negative, found -1.0"),
+    ({"embedding_norm": {"eps": -1.0}}, "embedding_norm.eps: must not be negative, found -1.0"),
+    ({"head.softcap": 0.0}, "head.softcap: must be above 0, found 0.0"),
+    ({f"{P}.fraction": 0.0}, f"{P}.fraction: 0.0 of head_dim 8 is 0 dims, not an even number"),
+    ({f"{P}.fraction": 1.5}, f"{P}.fraction: 1.5 of head_dim 8 is 12 dims, not an even number"),
+    ({f"{P}.fraction": 0.4}, f"{P}.fraction: 0.4 of head_dim 8 is 3 dims, not an even number"),
+    ({f"{P}.theta": 0.0}, f"{P}.theta: must be above 0, found 0.0"),
+    ({f"{P}.scaling": {"kind": "linear", "factor": 0.0}}, f"{P}.scaling.factor: must be above 0, found 0.0"),
+    (
+        {f"{P}.scaling": {"kind": "dynamic", "factor": 2.0, "original": 0}},
+        f"{P}.scaling.original: must be at least 1, found 0",
+    ),
+    (
+        {f"{P}.fraction": 0.25, f"{P}.scaling": {"kind": "dynamic", "factor": 2.0, "original": 8}},
+        f"{P}.scaling.kind: dynamic needs more than 2 rotated dims",
+    ),
+    (
+        {f"{P}.scaling": {"kind": "llama3", "factor": 2.0, "original": 8, "high_freq_factor": 1.0}},
+        f"{P}.scaling.high_freq_factor: must exceed low_freq_factor 1.0",
+    ),
+    (yarn(beta_fast=0.5), f"{P}.scaling.beta_fast: 0.5 is below beta_slow 1.0"),
+    (yarn(beta_slow=0.0), f"{P}.scaling.beta_slow: must be above 0, found 0.0"),
+    (yarn(attention_factor=-1.0), f"{P}.scaling.attention_factor: must be above 0, found -1.0"),
+    (longrope(short=[1.0] * 3), f"{P}.scaling.short: 3 factors for 4 frequencies"),
+    (longrope(long=[1.0] * 5), f"{P}.scaling.long: 5 factors for 4 frequencies"),
+    (longrope(long=[1.0, 1.0, 0.0, 1.0]), f"{P}.scaling.long[2]: must be above 0, found 0.0"),
+    (t5(buckets=1), f"{P}.buckets: must be at least 2, found 1"),
+    (t5(buckets=3, bidirectional=True), f"{P}.buckets: must be at least 4, found 3"),
+    (t5(buckets=32, max_distance=16), f"{P}.max_distance: must exceed the 16 exact buckets, found 16"),
+    ({"position": {"kind": "learned", "size": 63}}, "limit 64 (+ offset 0) exceeds the position table's 63 rows"),
+    (
+        {"position": {"kind": "learned", "size": 65, "offset": 2}},
+        "limit 64 (+ offset 2) exceeds the position table's 65 rows",
+    ),
+    (
+        {"position": {"kind": "learned", "size": 65, "offset": -1}},
+        "position.offset: must be at least 0, found -1",
+    ),
+    ({"position": {"kind": "sinusoidal"}, "width": 25}, "position.kind sinusoidal needs an even width, found 25"),
+    ({"position": {"kind": "sinusoidal", "base": 0.0}}, "position.base: must be above 0, found 0.0"),
+    (
+        {"position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 2},
+        "position.form fairseq needs a width of at least 4, found 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), IMPOSSIBLE)
+def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(plain(**changes))
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{L}.mixer.window": 1, f"{L}.mixer.kv_heads": 1},
+        {f"{P}.fraction": 0.25, f"{P}.scaling": {"kind": "linear", "factor": 0.5}},
+        {"position": {"kind": "learned", "size": 66, "offset": 2}},
+        {"position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 4},
+        t5(buckets=2, max_distance=2),
+        t5(buckets=4, max_distance=2, bidirectional=True),
+        yarn(beta_fast=1.0),
+        longrope(),
+        {f"{L}.norm.eps": 0.0, f"{L}.mixer.position": None},
+    ],
+)
+def test_what_stands_at_the_edge_is_allowed_and_runs(changes: dict[str, Any]) -> None:
+    import torch
+
+    from kvad.model.fresh import Fresh
+    from kvad.model.transformer import Transformer
+    from kvad.step import Lane, Step
+
+    config = ModelConfig.from_dict(plain(**changes))
+    positions = torch.arange(64)
+    step = Step(positions, positions, (Lane(1, 64, 64),), positions, limits=torch.full((64,), 64))
+    model = Transformer(config)
+    with torch.no_grad():
+        assert bool(model.logits(model(step, Fresh(config)), step.wanted).isfinite().all())
+
+
+def test_a_config_made_in_python_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="vocab: must be at least 1, found 0"):
+        dataclasses.replace(whole(), vocab=0)
+
+
+# ---------------------------------------------------------------- what a memory must hold
+
+
+def test_mixers_say_what_each_layer_asks_of_a_memory() -> None:
+    """Five layers of the pattern LLAT; a window as long as the limit is none; dims and heads by default."""
+    spec = MixerSpec(False, 7, 3, 8, 5)
+    assert mixers(whole()) == (spec,) * 5
+    wide = ModelConfig.from_dict(plain(**{f"{L}.mixer.window": 64, f"{L}.mixer.head_dim": None}))
+    assert mixers(wide) == (MixerSpec(True, None, 6, 4, 4),) * 2
+    narrow = ModelConfig.from_dict(plain(**{f"{L}.mixer.window": 63}))
+    assert {spec.window for spec in mixers(narrow)} == {63}
+    mixed = model_config(heads="window-mix", layers=5)
+    assert [spec.window for spec in mixers(mixed)] == [7, None, 7, None, 7]
+    assert [mixed.decoder.kind_of(i) for i in range(5)] == list("LGLGL")

@@ -1,0 +1,99 @@
+"""Which files become documents, and what is said of those that cannot."""
+
+import os
+
+import pytest
+
+from kvad.errors import DataError
+from kvad.train.corpus import open_corpus, read_text
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name, content in {
+        "b.txt": b"bee",
+        "a/deep/z.py": b"zed",
+        "a/c.txt": "sé".encode(),
+        "empty.txt": b" \n",
+        "image.png": b"\x89PNG\0\0",
+        ".hidden/x.txt": b"no",
+        ".secret": b"no",
+    }.items():
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return tmp_path / "tree"
+
+
+def test_a_folder_is_read_recursively_in_one_order(tree):
+    corpus = open_corpus([tree])
+    assert [source.name for source in corpus.sources] == ["tree/b.txt", "tree/a/c.txt", "tree/a/deep/z.py"]
+    assert list(corpus.texts()) == ["bee", "sé", "zed"] == list(corpus.texts())
+    assert corpus.skipped == 2 and corpus.num_bytes == 9
+
+
+def test_suffixes_choose_and_named_files_need_none(tree):
+    assert [s.name for s in open_corpus([tree], suffixes=[".py"]).sources] == ["tree/a/deep/z.py"]
+    assert [s.name for s in open_corpus([tree / "b.txt"], suffixes=[".py"]).sources] == ["b.txt"]
+
+
+def test_a_changed_file_has_another_hash(tree):
+    before = open_corpus([tree]).sources
+    (tree / "b.txt").write_text("bees")
+    after = open_corpus([tree]).sources
+    assert before[1:] == after[1:] and before[0].sha256 != after[0].sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nowhere.txt", r"no such file or folder: .*nowhere.txt"),
+        ("empty.txt", r"empty.txt is empty"),
+        ("image.png", r"image.png is binary \(a zero byte at offset 4\)"),
+    ],
+)
+def test_a_path_that_cannot_be_a_document(tree, name, says):
+    with pytest.raises(DataError, match=says):
+        open_corpus([tree / name])
+
+
+def test_no_text_at_all(tree):
+    with pytest.raises(DataError, match=r"no text files ending in \.md in .*tree"):
+        open_corpus([tree], suffixes=[".md"])
+    with pytest.raises(DataError, match="no corpus was named"):
+        open_corpus([])
+
+
+def test_an_unreadable_file_is_named(tree, monkeypatch):
+    def refuse(_path):
+        raise PermissionError(13, "Permission denied")  # root may read everything: the system is asked to refuse
+
+    monkeypatch.setattr(type(tree), "read_bytes", refuse)
+    with pytest.raises(DataError, match=r"cannot read .*b.txt: Permission denied"):
+        open_corpus([tree])
+
+
+def test_an_unreadable_folder_is_named(tree, monkeypatch):
+    real = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read .*deep: Permission denied"):
+        open_corpus([tree])
+
+
+def test_invalid_utf8_names_file_byte_and_way_out(tree):
+    (tree / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(DataError, match=r"latin.txt is not UTF-8: byte 0xE9 at offset 3") as caught:
+        list(open_corpus([tree]).texts())
+    assert "--errors replace" in caught.value.hint
+    assert "caf\ufffd au lait" in list(open_corpus([tree], errors="replace").texts())
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfabc")
+    assert read_text(tmp_path / "x.txt") == "abc"

@@ -1,0 +1,297 @@
+"""A whole run: the loss falls, the folder loads at any moment, a resume goes on to the bit, refusals are by name."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from kvad.checkpoint.folder import steps_of
+from kvad.checkpoint.native import load, load_model
+from kvad.errors import CheckpointError, ConfigError, DataError, NumericalError, SaveError, UsageError
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train import trainer as trainer_module
+from kvad.train.job import resume, stored_run, train
+from kvad.train.metrics import read_metrics
+from kvad.train.reports import Callback
+
+
+def losses(out):
+    return {line["step"]: line["loss"] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "step"}
+
+
+def hashes(out):
+    """sha256 of weights, and of moments and RNG state, of the newest checkpoint."""
+    files = load(out, verify=True).files
+    return files["model.safetensors"]["sha256"], files["training/state.safetensors"]["sha256"]
+
+
+class StopAt(Callback):
+    """Ctrl-C in the middle of training."""
+
+    def __init__(self, step, number=signal.SIGINT):
+        self.step, self.number = step, number
+
+    def on_step(self, report):
+        if report.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def test_the_loss_falls_and_the_run_is_a_checkpoint(corpus, tmp_path, run_config, listener):
+    config = run_config(steps=60, lr=1e-2, eval_every=20, save_every=25, accumulate=2)
+    outcome = train(config, [corpus], tmp_path / "run", callbacks=[listener])
+    first = listener.steps[0].loss
+    assert first == pytest.approx(5.56, abs=0.15)  # ln 257
+    assert outcome.reason == "done" and outcome.step == 60 and outcome.tokens == 60 * 2 * 4 * 32
+    assert outcome.loss < 2.5 and outcome.val_loss < 2.5, "it has not learned to count"
+    assert [e.step for e in listener.evals] == [20, 40, 60] and outcome.best == min(e.val_loss for e in listener.evals)
+    assert listener.saves == [("step-00000025", 25), ("step-00000050", 50), ("step-00000060", 60)]
+    assert [p.name for p in steps_of(tmp_path / "run")] == ["step-00000050", "step-00000060"]
+    assert listener.outcome == outcome and outcome.checkpoint == steps_of(tmp_path / "run")[-1]
+    model, checkpoint = load_model(tmp_path / "run", verify=True)
+    assert checkpoint.tokenizer.kind == "byte" and model.config.vocab == 257
+    kinds = [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert kinds[0] == "run" and kinds[-1] == "end" and kinds.count("step") == 60 and kinds.count("eval") == 3
+
+
+def test_three_line_face_loads_a_run(corpus, tmp_path, run_config):
+    from kvad import LLM
+
+    train(run_config(steps=2), [corpus], tmp_path / "run")
+    with LLM.load(tmp_path / "run", rows=1) as llm:
+        assert llm.generate("1 is", max_tokens=3, temperature=0).usage.completion == 3
+
+
+@pytest.mark.parametrize("order", ["epochs", "windows"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, order, precision):
+    config = run_config(steps=14, accumulate=2, data={"order": order}, precision=precision)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config, [corpus], whole)
+    outcome = train(config, [corpus], parts, callbacks=[StopAt(3)])
+    assert outcome.reason == "interrupted" and outcome.step == 3
+    outcome = resume(parts, callbacks=[StopAt(8, signal.SIGTERM)])
+    assert outcome.reason == "interrupted" and outcome.step == 8
+    torch.rand(5)  # the state of the process does not matter
+    assert resume(parts).reason == "done"
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 14
+    assert hashes(parts) == hashes(whole)
+    evals = [
+        [(e["step"], e["val_loss"]) for e in read_metrics(out / "metrics.jsonl") if e["kind"] == "eval"]
+        for out in (whole, parts)
+    ]
+    assert evals[0] == evals[1] and len(evals[0]) == 3
+
+
+@pytest.mark.parametrize("lost", ["exp_avg.", "exp_avg_sq.", "step."])
+def test_the_comparison_to_the_bit_sees_a_lost_moment(corpus, tmp_path, run_config, monkeypatch, lost):
+    from kvad.train import job
+
+    real = job.optimizer_tensors
+
+    def forgetful(model, optimizer):
+        found = real(model, optimizer)
+        return {name: torch.zeros_like(t) if name.startswith(lost) else t for name, t in found.items()}
+
+    config = run_config(steps=8)
+    train(config, [corpus], tmp_path / "whole")
+    monkeypatch.setattr(job, "optimizer_tensors", forgetful)
+    train(config, [corpus], tmp_path / "parts", callbacks=[StopAt(3)])
+    monkeypatch.undo()
+    resume(tmp_path / "parts")
+    assert losses(tmp_path / "parts") != losses(tmp_path / "whole")
+
+
+def test_a_finished_run_resumes_to_itself(corpus, tmp_path, run_config):
+    train(run_config(steps=5), [corpus], tmp_path / "run")
+    before = hashes(tmp_path / "run"), losses(tmp_path / "run")
+    assert resume(tmp_path / "run").step == 5
+    assert (hashes(tmp_path / "run"), losses(tmp_path / "run")) == before
+
+
+def test_a_second_ctrl_c_stops_at_once_and_the_last_checkpoint_is_whole(corpus, tmp_path, run_config):
+    class Twice(Callback):
+        def on_step(self, report):
+            if report.step == 7:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        train(run_config(), [corpus], tmp_path / "run", callbacks=[Twice()])
+    assert signal.getsignal(signal.SIGINT) is before
+    assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
+
+
+def test_minutes_end_a_run_and_the_rate_ends_with_it(corpus, tmp_path, run_config, listener):
+    ticks = iter(range(10**6))
+    config = run_config(steps=None, minutes=1.0, lr=1e-2, min_lr=1e-4, warmup=0, eval_every=1000, save_every=1000)
+    outcome = train(config, [corpus], tmp_path / "run", callbacks=[listener], clock=lambda: float(next(ticks)))
+    assert outcome.reason == "done" and 50 <= outcome.elapsed <= 61
+    assert listener.steps[0].lr == pytest.approx(1e-2) and listener.steps[-1].lr < 1e-3
+    assert listener.steps[-1].eta <= 5 < listener.steps[2].eta
+    assert outcome.val_loss is not None
+
+
+def test_an_out_folder_that_holds_a_run_is_not_written_over(corpus, tmp_path, run_config):
+    out = tmp_path / "run"
+    train(run_config(steps=9), [corpus], out)
+    with pytest.raises(UsageError, match=r"already holds a run \(step-00000009\)") as caught:
+        train(run_config(steps=2), [corpus], out)
+    assert "--resume" in caught.value.hint
+    train(run_config(steps=2), [corpus], out, overwrite=True)
+    assert [p.name for p in steps_of(out)] == ["step-00000002"] and sorted(losses(out)) == [1, 2]
+
+
+def test_an_overwritten_run_is_whole_until_the_first_save(corpus, tmp_path, run_config, monkeypatch):
+    out = tmp_path / "run"
+    train(run_config(steps=9), [corpus], out)
+
+    def refuse(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    class Fill(Callback):
+        def on_step(self, report):
+            monkeypatch.setattr(os, "fsync", refuse)
+
+    with pytest.raises(SaveError, match="No space left"):
+        train(run_config(steps=2), [corpus], out, overwrite=True, callbacks=[Fill()])
+    monkeypatch.undo()
+    assert load(out, verify=True).path.name == "step-00000009"
+
+
+def test_a_disk_that_fills_while_training_leaves_the_last_checkpoint(corpus, tmp_path, run_config, monkeypatch):
+    def refuse(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    class FillAt6(Callback):
+        def on_step(self, report):
+            if report.step == 6:
+                monkeypatch.setattr(os, "fsync", refuse)
+
+    out = tmp_path / "run"
+    with pytest.raises(SaveError, match=r"cannot save .*step-00000010: No space left"):
+        train(run_config(), [corpus], out, callbacks=[FillAt6()])
+    monkeypatch.undo()
+    assert load(out, verify=True).path.name == "step-00000005"
+    whole = tmp_path / "whole"
+    train(run_config(), [corpus], whole)
+    resume(out)
+    assert hashes(out) == hashes(whole)
+
+
+def test_a_loss_that_is_no_number_stops_and_nothing_of_it_is_saved(corpus, tmp_path, run_config, monkeypatch):
+    real = trainer_module.backward
+    calls = iter(range(100))
+
+    def poisoned(*arguments):
+        return float("nan") if next(calls) == 6 else real(*arguments)
+
+    monkeypatch.setattr(trainer_module, "backward", poisoned)
+    with pytest.raises(NumericalError, match=r"step 7: loss nan"):
+        train(run_config(), [corpus], tmp_path / "run")
+    assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
+
+
+# ---------------------------------------------------------------- resume refuses, by name
+
+
+@pytest.fixture
+def stopped(corpus, tmp_path, run_config):
+    out = tmp_path / "run"
+    train(run_config(), [corpus], out, callbacks=[StopAt(3)])
+    return out
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"lr": 5e-3}, r"train.lr: 0.001 there, 0.005 here"),
+        ({"steps": 99}, r"train.steps: 12 there, 99 here"),
+        ({"data": {"validation": 0.2}}, r"data.validation: 0.1 there, 0.2 here"),
+        ({"tokenizer": {"kind": "char"}}, r"tokenizer.kind: 'byte' there, 'char' here"),
+        ({"model": {"preset": "tiny"}}, r"model.width: 32 there, 128 here"),
+    ],
+)
+def test_another_configuration_is_refused(stopped, run_config, change, says):
+    with pytest.raises(ConfigError, match=says):
+        resume(stopped, config=run_config(**change))
+
+
+def test_what_changes_no_number_may_change(stopped, run_config):
+    assert resume(stopped, config=run_config(eval_every=4, save_every=3, log_every=2)).step == 12
+
+
+def test_another_tokenizer_is_refused(stopped, run_config, tmp_path):
+    train_tokenizer("char", ["other"]).save(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"other is not the tokenizer of this run"):
+        resume(stopped, config=run_config(tokenizer={"path": str(tmp_path / "other")}))
+    train_tokenizer("byte", []).save(tmp_path / "same")
+    assert resume(stopped, config=run_config(tokenizer={"path": str(tmp_path / "same")})).step == 12
+
+
+def test_a_changed_corpus_is_refused(stopped, corpus):
+    path = corpus / "07.txt"
+    before = path.read_text()
+    path.write_text(before + " And more.")
+    try:
+        with pytest.raises(ConfigError, match=r"its corpus has changed: .*/07.txt"):
+            resume(stopped)
+    finally:
+        path.write_text(before)
+    assert resume(stopped).step == 12
+
+
+def test_nothing_to_resume(tmp_path, stopped):
+    with pytest.raises(CheckpointError, match="no such folder"):
+        resume(tmp_path / "nowhere")
+    (tmp_path / "killed" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="holds no checkpoint yet"):
+        resume(tmp_path / "killed")
+    state = steps_of(stopped)[-1] / "training" / "state.json"
+    content = json.loads(state.read_text())
+    del content["corpus"]
+    state.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"state.json: no 'corpus'"):
+        resume(stopped)
+
+
+def test_the_stored_run_is_the_run(stopped, corpus, run_config):
+    config, paths = stored_run(stopped)
+    assert config == run_config() and paths == [corpus]
+
+
+# ---------------------------------------------------------------- bad input, before anything is trained
+
+
+def test_a_corpus_too_short_for_one_row(tmp_path, run_config):
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(DataError, match=r"too short: 9 tokens to train on, and a row of 32 needs 33"):
+        train(run_config(), [tmp_path / "short.txt"], tmp_path / "run")
+
+
+def test_invalid_utf8_and_replace(tmp_path, run_config):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    with pytest.raises(DataError, match=r"latin.txt is not UTF-8: byte 0xE9 at offset 3"):
+        train(run_config(), [tmp_path / "latin.txt"], tmp_path / "run")
+    outcome = train(run_config(steps=1, data={"errors": "replace"}), [tmp_path / "latin.txt"], tmp_path / "run")
+    assert outcome.step == 1
+
+
+def test_an_unknown_device_is_refused(corpus, tmp_path, run_config):
+    with pytest.raises(ConfigError, match="train.device: 'tpu9' cannot be used"):
+        train(run_config(device="tpu9"), [corpus], tmp_path / "run")
+
+
+def test_the_tokens_are_made_once(corpus, tmp_path, run_config, listener):
+    train(run_config(steps=1), [corpus], tmp_path / "run")
+    train(run_config(steps=1), [corpus], tmp_path / "run", overwrite=True, callbacks=[listener])
+    assert any("found on disk" in stage for stage in listener.stages)
+
+
+def test_reports_are_plain_values(corpus, tmp_path, run_config, listener):
+    train(run_config(steps=1), [corpus], tmp_path / "run", callbacks=[listener])
+    assert json.dumps([dataclasses.asdict(one) for one in (listener.start, *listener.steps, *listener.evals)])
+    assert listener.start.parameters == sum(p.numel() for p in load_model(tmp_path / "run")[0].parameters())

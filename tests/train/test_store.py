@@ -1,0 +1,100 @@
+"""Documents become shards of ids that are found again, and made again only when something changed."""
+
+import os
+
+import numpy as np
+import pytest
+
+from kvad.errors import DataError, SaveError
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train import store as store_module
+from kvad.train.corpus import open_corpus
+from kvad.train.store import changed_sources, open_store, store_key
+
+BYTE = train_tokenizer("byte", [])
+SEPARATOR = BYTE.specials.separator
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, text in {"a": "first", "b": "2", "c": "third one"}.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+def stream(store):
+    return store.take(np.arange(store.num_tokens)).tolist()
+
+
+EXPECTED = [SEPARATOR, *b"first", SEPARATOR, *b"2", SEPARATOR, *b"third one"]
+
+
+@pytest.mark.parametrize("shard_tokens", [1 << 27, 12, 1])
+def test_every_document_is_opened_by_the_separator(texts, tmp_path, monkeypatch, shard_tokens):
+    monkeypatch.setattr(store_module, "SHARD_TOKENS", shard_tokens)
+    store, found = open_store(tmp_path / "data", open_corpus([texts]), BYTE)
+    assert not found and stream(store) == EXPECTED
+    assert store.offsets.tolist() == [0, 6, 8, 18]
+    assert len(store.manifest["shards"]) == {1 << 27: 1, 12: 2, 1: 3}[shard_tokens]
+    assert store.take(np.array([[17, 0], [6, 7]])).tolist() == [[ord("e"), SEPARATOR], [SEPARATOR, ord("2")]]
+
+
+def test_batches_of_documents_do_not_change_the_tokens(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "BATCH_CHARS", 1)
+    assert stream(open_store(tmp_path / "data", open_corpus([texts]), BYTE)[0]) == EXPECTED
+
+
+def test_a_store_is_found_again_until_something_changes(texts, tmp_path):
+    folder = tmp_path / "data"
+    corpus = open_corpus([texts])
+    first, _ = open_store(folder, corpus, BYTE)
+    again, found = open_store(folder, open_corpus([texts]), BYTE)
+    assert found and again.fingerprint == first.fingerprint == store_key(corpus, BYTE)
+    (texts / "b.txt").write_text("3")
+    assert changed_sources(folder, open_corpus([texts])) == ["texts/b.txt"]
+    other, found = open_store(folder, open_corpus([texts]), BYTE)
+    assert not found and stream(other)[7] == ord("3") and other.fingerprint != first.fingerprint
+    char = train_tokenizer("char", ["first 2 3 third one"])
+    assert not open_store(folder, open_corpus([texts]), char)[1]
+
+
+@pytest.mark.parametrize("name", ["tokens-00000.bin", "offsets.bin", "manifest.json"])
+def test_a_damaged_store_is_made_again(texts, tmp_path, name):
+    open_store(tmp_path / "data", open_corpus([texts]), BYTE)
+    os.truncate(tmp_path / "data" / name, 3)
+    store, found = open_store(tmp_path / "data", open_corpus([texts]), BYTE)
+    assert not found and stream(store) == EXPECTED
+
+
+def test_a_full_disk_leaves_the_old_store(texts, tmp_path, monkeypatch):
+    open_store(tmp_path / "data", open_corpus([texts]), BYTE)
+    (texts / "b.txt").write_text("3")
+
+    def refuse(_descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(SaveError, match="No space left"):
+        open_store(tmp_path / "data", open_corpus([texts]), BYTE)
+    monkeypatch.undo()
+    (texts / "b.txt").write_text("2")
+    store, found = open_store(tmp_path / "data", open_corpus([texts]), BYTE)
+    assert found and stream(store) == EXPECTED
+
+
+def test_wide_vocabularies_take_four_bytes():
+    assert store_module._dtype(1 << 16) == "uint16" and store_module._dtype((1 << 16) + 1) == "uint32"
+
+
+def test_a_tokenizer_without_a_separator_is_refused(texts, tmp_path):
+    class Mute:
+        vocab_size = 256
+        specials = type(BYTE.specials)()
+
+        def fingerprint(self):
+            return "mute"
+
+    with pytest.raises(DataError, match="no token that opens a document"):
+        open_store(tmp_path / "data", open_corpus([texts]), Mute())
