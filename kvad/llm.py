@@ -69,13 +69,13 @@ class LLM:
         ``cache_dtype`` (default: the model's).  Raises CheckpointError for a folder that is not a whole checkpoint,
         ConfigError for a cache that cannot be, MemoryPlanError (before it is allocated) for one that would not fit.
         """
-        if cache_dtype is not None:
-            cache["dtype"] = cache_dtype
-        if memory is not None and cache:
-            raise RequestError(f"memory= and {next(iter(cache))}= both given", "put it in the CacheConfig")
+        if memory is not None and (cache or cache_dtype is not None):
+            raise RequestError(
+                f"memory= and {next(iter(cache), 'cache_dtype')}= both given", "put it in the CacheConfig"
+            )
         checkpoint = load(Path(path))
         computed = _computed_dtype(checkpoint, dtype, device)
-        config = memory if memory is not None else default_cache(checkpoint.config, computed, **cache)
+        config = memory if memory is not None else default_cache(checkpoint.config, cache_dtype or computed, **cache)
         if torch.device(device).type == "cpu":
             require(plan_memory(checkpoint.config, config, weights_dtype=computed), available_bytes())
         model, checkpoint = load_model(Path(path), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""``kvad demo`` (``make run``): train a small model on text that every machine has, sing from its cache, prove the cache.
+"""``kvad demo`` (``make run``): train a small model on text that every machine has, sing from its cache, prove it.
 
 Corpus, training, a streamed completion, ``verify``, ``bench cache``, and what to do next: each part is the command of
 that name, called as a function.  Everything is kept in ``--out``: the model, ``demo.json``, two figures.
@@ -135,9 +135,7 @@ def _sing(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     stats = llm.engine.ledger.stats()
     page.say()
-    page.say(
-        f"({tokens} tokens, {tokens / seconds:.0f} tokens/s; {stats.evictable[0]} blocks kept for whoever says it again)"
-    )
+    page.say(f"({tokens} tokens, {tokens / seconds:.0f} tokens/s; {stats.evictable[0]} blocks stay for a next time)")
     return {"prompt": PROMPT, "text": text, "tokens": tokens, "seconds": seconds}
 
 

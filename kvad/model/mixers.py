@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.model.parts import Norm
+from kvad.ops.linear import Linear
 from kvad.step import Buckets, Rotary, Score, Slopes, View
 
 __all__ = ["Attention"]
@@ -26,10 +27,10 @@ class Attention(nn.Module):
         self.head_dim = cfg.head_dim(config, spec)
         self.value_dim = spec.value_dim or self.head_dim
         self.spec = spec
-        self.q = nn.Linear(config.width, self.heads * self.head_dim, spec.bias)
-        self.k = nn.Linear(config.width, self.kv_heads * self.head_dim, spec.bias)
-        self.v = nn.Linear(config.width, self.kv_heads * self.value_dim, spec.bias)
-        self.out = nn.Linear(self.heads * self.value_dim, config.width, spec.out_bias)
+        self.q = Linear(config.width, self.heads * self.head_dim, spec.bias)
+        self.k = Linear(config.width, self.kv_heads * self.head_dim, spec.bias)
+        self.v = Linear(config.width, self.kv_heads * self.value_dim, spec.bias)
+        self.out = Linear(self.heads * self.value_dim, config.width, spec.out_bias)
         per_head = spec.qk_norm == "head"
         has_norm = spec.qk_norm != "none"
         self.q_norm = Norm(self.head_dim * (1 if per_head else self.heads), norm) if has_norm else None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.model.positions import sinusoid
+from kvad.ops.linear import Linear, linear
 
 __all__ = ["ACTIVATIONS", "Embedding", "Gated", "Head", "Norm", "Plain", "make_mlp"]
 
@@ -54,8 +55,8 @@ class Plain(nn.Module):
     def __init__(self, width: int, spec: cfg.Plain) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[spec.activation]
-        self.up = nn.Linear(width, spec.hidden, spec.bias)
-        self.down = nn.Linear(spec.hidden, width, spec.bias)
+        self.up = Linear(width, spec.hidden, spec.bias)
+        self.down = Linear(spec.hidden, width, spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.activation(self.up(x)))
@@ -66,9 +67,9 @@ class Gated(nn.Module):
     def __init__(self, width: int, spec: cfg.Gated) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[spec.activation]
-        self.gate = nn.Linear(width, spec.hidden, spec.bias)
-        self.up = nn.Linear(width, spec.hidden, spec.bias)
-        self.down = nn.Linear(spec.hidden, width, spec.bias)
+        self.gate = Linear(width, spec.hidden, spec.bias)
+        self.up = Linear(width, spec.hidden, spec.bias)
+        self.down = Linear(spec.hidden, width, spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
@@ -116,7 +117,7 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
         """hidden [N, E], embedding [V, E] -> [N, V]."""
-        logits = F.linear(hidden, embedding if self.weight is None else self.weight, self.bias)
+        logits = linear(hidden, embedding if self.weight is None else self.weight, self.bias)
         if self.spec.scale != 1.0:
             logits = logits * self.spec.scale
         if self.spec.softcap is not None:

@@ -357,6 +357,15 @@ def test_the_fused_kernel_has_the_gradients_of_the_reference(case: Case) -> None
         torch.testing.assert_close(fused, plain, rtol=0, atol=1e-11)
 
 
+def test_a_sink_far_above_every_score_leaves_finite_gradients() -> None:
+    ask = question({"logits": "sinks"}, dtype=torch.float32)
+    sinks = torch.full((6,), 300.0, requires_grad=True)  # its exponential is infinite in float32
+    q = ask.q.clone().requires_grad_()
+    out = ask._replace(q=q, score=ask.score._replace(sink_logits=sinks)).ask()
+    assert float(out.detach().abs().max()) < 1e-30
+    assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(out.sum(), (q, sinks)))
+
+
 @pytest.mark.parametrize("kernel", BOTH)
 def test_gradients_survive_blocks_of_queries(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     ask = question({"logits": "t5"})

@@ -281,7 +281,7 @@ def test_invalid_utf8_and_replace(tmp_path, run_config):
 
 
 def test_an_unknown_device_is_refused(corpus, tmp_path, run_config):
-    with pytest.raises(ConfigError, match="train.device: 'tpu9' cannot be used"):
+    with pytest.raises(ConfigError, match=r"train.device: 'tpu9' cannot be used"):
         train(run_config(device="tpu9"), [corpus], tmp_path / "run")
 
 

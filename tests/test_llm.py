@@ -1,0 +1,424 @@
+"""The three-line face: every method, text or ids, one or many, alone or among others; and what it refuses."""
+
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import kvad
+from kvad.cache.planning import plan_memory
+from kvad.cache.sizing import CacheConfig
+from kvad.engine.request import Sampling
+from kvad.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    MemoryPlanError,
+    NumericalError,
+    RequestError,
+    TokenizerError,
+)
+from kvad.llm import LLM
+from tests.cli.checkpoint import LIMIT, write_model
+
+PROMPT = "def sing(poem):"
+OTHERS = ["", "a", "kvad is a poem, sung from memory", "x" * 40]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    """float64, so that what comes from the cache is what the model says, to 1e-10."""
+    with LLM.load(folder, dtype="float64", rows=4, block_size=4) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    with LLM.load(write_model(tmp_path_factory.mktemp("models") / "bare", tokenizer=False)) as opened:
+        yield opened
+
+
+def greedy(llm, tokens, count):
+    """What the model says without any cache, token after token."""
+    tokens, out = llm.encode(tokens), []
+    for _ in range(count):
+        out.append(int(llm.logits(tokens + out)[-1].argmax()))
+    return tuple(out)
+
+
+# ---------------------------------------------------------------- generate
+
+
+def test_three_lines(folder):
+    llm = kvad.LLM.load(folder)
+    done = llm.generate("def ", max_tokens=8, temperature=0)
+    assert done.text == llm.tokenizer.decode(done.tokens) and done.finish_reason == "length"
+    llm.close()
+
+
+def test_generate_is_what_the_model_says_without_a_cache(llm):
+    done = llm.generate(PROMPT, max_tokens=12, temperature=0, ignore_eos=True)
+    assert done.tokens == greedy(llm, PROMPT, 12)
+    assert (done.usage.prompt, done.usage.completion) == (len(PROMPT), 12)
+    assert 0 < done.timings.first_token <= done.timings.total and done.timings.tokens_per_second > 0
+    assert len(done.samples) == 1 and done.samples[0].text == done.text and done.prompt_logprobs == ()
+
+
+def test_text_or_ids_one_or_many(llm):
+    options = {"max_tokens": 6, "temperature": 0}
+    ids = [list(text.encode()) for text in ("ab", "cde")]
+    one = llm.generate("ab", **options)
+    assert llm.generate(ids[0], **options).tokens == one.tokens
+    assert llm.generate(tuple(ids[0]), **options).tokens == one.tokens
+    many = llm.generate(["ab", "cde"], **options)
+    assert isinstance(many, list) and many[0].tokens == one.tokens
+    assert [done.tokens for done in llm.generate(ids, **options)] == [done.tokens for done in many]
+    assert llm.generate(["ab"], **options)[0].tokens == one.tokens
+    assert llm.generate("ab", Sampling(**options)).tokens == one.tokens
+
+
+def test_more_prompts_than_seats(llm):
+    prompts = [f"poem {i}" for i in range(11)]
+    many = llm.generate(prompts, max_tokens=5, seed=3)
+    assert [done.tokens for done in many] == [llm.generate(p, max_tokens=5, seed=3).tokens for p in prompts]
+
+
+def test_an_empty_text_begins_with_the_opening_token(llm):
+    opening = llm.tokenizer.specials.separator
+    assert llm.encode("") == [opening] == llm.encode([])
+    assert llm.generate("", max_tokens=5, temperature=0).tokens == greedy(llm, [opening], 5)
+
+
+def test_n_samples_differ_and_each_is_its_own(llm):
+    done = llm.generate(PROMPT, n=6, max_tokens=8, seed=7)
+    assert len(done.samples) == 6 and len({sample.tokens for sample in done.samples}) > 3
+    assert done.usage.completion == sum(len(sample.tokens) for sample in done.samples)
+    fewer = llm.generate(PROMPT, n=2, max_tokens=8, seed=7)
+    assert [s.tokens for s in fewer.samples] == [s.tokens for s in done.samples[:2]]
+
+
+def test_a_seed_means_the_same_whoever_else_is_in_the_batch(llm):
+    alone = llm.generate(PROMPT, max_tokens=16, seed=11)
+    assert llm.generate(PROMPT, max_tokens=16, seed=11).tokens == alone.tokens
+    assert llm.generate(PROMPT, max_tokens=16, seed=12).tokens != alone.tokens
+    crowd = llm.generate([*OTHERS[:2], PROMPT, *OTHERS[2:]], max_tokens=16, seed=11)
+    assert crowd[2].tokens == alone.tokens
+
+
+def test_a_prefix_that_is_known_is_not_computed_again(llm):
+    prompt = "the same beginning, again and again"
+    first = llm.generate(prompt, max_tokens=4, temperature=0)
+    again = llm.generate(prompt, max_tokens=4, temperature=0)
+    assert again.usage.cached == (len(prompt) - 1) // 4 * 4 and again.tokens == first.tokens
+    assert first.usage.cached < again.usage.cached
+
+
+@pytest.mark.parametrize("stop", ["aa", "aaa", "ab"])
+def test_stop_strings(llm, stop):
+    options = {"max_tokens": 8, "temperature": 0, "logit_bias": {97: 500.0}}  # it says nothing but a
+    done = llm.generate(PROMPT, stop=(stop,), **options)
+    met = stop != "ab"
+    assert done.text == ("" if met else "aaaaaaaa")
+    assert (done.finish_reason, len(done.tokens)) == (("stop", len(stop)) if met else ("length", 8))
+
+
+def test_stop_tokens_and_the_end_of_a_document(llm):
+    end = llm.tokenizer.specials.separator
+    biased = {"max_tokens": 5, "temperature": 0, "logit_bias": {end: 500.0}}
+    done = llm.generate(PROMPT, **biased)
+    assert (done.text, done.tokens, done.finish_reason) == ("", (end,), "stop")
+    assert llm.generate(PROMPT, ignore_eos=True, **biased).tokens == (end,) * 5
+    kept = llm.generate(PROMPT, min_tokens=3, **biased).tokens
+    assert len(kept) == 4 and end not in kept[:3]
+    free = llm.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True).tokens
+    assert llm.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True, stop_tokens=(free[2],)).tokens == free[:3]
+
+
+def test_no_tokens_at_all(llm):
+    done = llm.generate(PROMPT, max_tokens=0)
+    assert (done.text, done.tokens, done.finish_reason) == ("", (), "length")
+
+
+def test_without_max_tokens_it_goes_to_the_models_limit(llm):
+    done = llm.generate("x" * (LIMIT - 5), temperature=0, ignore_eos=True)
+    assert len(done.tokens) == 5 and done.finish_reason == "length"
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_logprobs_are_those_of_the_model(llm):
+    done = llm.generate(PROMPT, max_tokens=6, seed=2, temperature=0.5, top_k=3, logprobs=4, ignore_eos=True)
+    expected = llm.logits(llm.encode(PROMPT) + list(done.tokens)).log_softmax(-1)[len(PROMPT) - 1 : -1]
+    assert [score.token for score in done.logprobs] == list(done.tokens)
+    for score, row in zip(done.logprobs, expected, strict=True):
+        assert score.logprob == pytest.approx(float(row[score.token]), abs=1e-5)
+        best = row.topk(4)
+        assert [token for token, _ in score.top] == best.indices.tolist()
+        assert [p for _, p in score.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert llm.generate(PROMPT, max_tokens=2, logprobs=0).logprobs[0].top == ()
+    assert llm.generate(PROMPT, max_tokens=2).logprobs == ()
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_prompt_logprobs_are_the_models(folder, warm):
+    with LLM.load(folder, dtype="float64", block_size=4, chunk=5) as llm:
+        if warm:
+            llm.generate(PROMPT, max_tokens=1)
+        scores = llm.generate(PROMPT, max_tokens=3, prompt_logprobs=2, n=2).prompt_logprobs
+        expected = llm.logits(PROMPT).log_softmax(-1)
+        ids = llm.encode(PROMPT)
+        assert [score.token for score in scores] == ids[1:]
+        for at, score in enumerate(scores):
+            assert score.logprob == pytest.approx(float(expected[at, ids[at + 1]]), abs=1e-5)
+            assert [token for token, _ in score.top] == expected[at].topk(2).indices.tolist()
+
+
+def test_score_is_the_sum_of_log_probabilities(llm):
+    score = llm.score(PROMPT, top=3)
+    ids = llm.encode(PROMPT)
+    expected = llm.logits(PROMPT).log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+    assert score.tokens == tuple(ids) and score.logprobs[0] is None and len(score.logprobs) == len(ids)
+    assert score.total == pytest.approx(float(expected.sum()), abs=1e-4)
+    assert score.perplexity == pytest.approx(math.exp(-float(expected.mean())), rel=1e-5)
+    assert score.alternatives[0] == () and all(len(top) == 3 for top in score.alternatives[1:])
+
+
+def test_score_of_one_or_many_texts_or_ids(llm):
+    ids = list(PROMPT.encode())
+    one = llm.score(PROMPT)
+    assert llm.score(ids) == one
+    assert llm.score([PROMPT, "ab"])[0] == one and llm.score([ids, [1, 2]])[0] == one
+    alone = llm.score("a")
+    assert alone.logprobs == (None,) and alone.total == 0 and math.isnan(alone.perplexity)
+
+
+def test_logits(llm):
+    logits = llm.logits(PROMPT)
+    assert logits.shape == (len(PROMPT), 257) and logits.dtype == torch.float64
+    assert torch.equal(logits, llm.logits(list(PROMPT.encode())))
+    assert (llm.logits(PROMPT[:7]) - logits[:7]).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_trace(llm, cached):
+    found = llm.trace("abcd", layers=[1], heads=[0, 3], cached=cached)
+    assert found.pieces == ("a", "b", "c", "d") and list(found.layers) == [1]
+    layer = found.layers[1]
+    assert layer.weights.shape == (2, 4, 4) and layer.q.shape[:2] == (4, 2) and layer.hidden.shape == (4, 24)
+    assert torch.allclose(layer.weights.sum(-1), torch.ones(2, 4, dtype=torch.float64))
+    assert layer.weights.triu(1).abs().max() == 0
+    assert (found.logits - llm.logits("abcd")).abs().max() <= 1e-10
+    whole = llm.trace("abcd", cached=cached)
+    assert list(whole.layers) == [0, 1] and torch.equal(whole.layers[1].weights[[0, 3]], layer.weights)
+
+
+# ---------------------------------------------------------------- stream
+
+
+def test_a_stream_is_generate_in_pieces(llm):
+    pieces = list(llm.stream(PROMPT, max_tokens=9, seed=4, n=2, logprobs=1))
+    done = llm.generate(PROMPT, max_tokens=9, seed=4, n=2, logprobs=1)
+    for number, sample in enumerate(done.samples):
+        mine = [piece for piece in pieces if piece.sample == number]
+        assert "".join(piece.text for piece in mine) == sample.text
+        assert tuple(piece.token for piece in mine if piece.token is not None) == sample.tokens
+        assert [piece.finish for piece in mine if piece.finish] == [sample.finish_reason]
+        assert tuple(piece.score for piece in mine if piece.score) == sample.logprobs
+
+
+def test_closing_a_stream_cancels_what_is_left(llm):
+    stream = llm.stream(PROMPT, max_tokens=50, ignore_eos=True)
+    next(stream)
+    assert llm.engine.ledger.stats().used[0] > 0 and not llm.engine.idle
+    stream.close()
+    assert llm.engine.ledger.stats().used == (0,) and llm.engine.idle and not llm._mail
+    llm.engine.scheduler.check()
+
+
+def test_streams_side_by_side(llm):
+    expected = [llm.generate(p, max_tokens=7, seed=1).tokens for p in OTHERS]
+    streams = [llm.stream(p, max_tokens=7, seed=1) for p in OTHERS]
+    found = [[] for _ in streams]
+    live = dict(enumerate(streams))
+    while live:
+        for number, stream in list(live.items()):
+            piece = next(stream, None)
+            if piece is None:
+                del live[number]
+            elif piece.token is not None:
+                found[number].append(piece.token)
+    assert [tuple(tokens) for tokens in found] == expected
+
+
+# ---------------------------------------------------------------- threads
+
+
+def test_threads_share_one_engine_and_each_gets_its_own(llm):
+    prompts = [f"{i} poems" for i in range(12)]
+    expected = [llm.generate(p, max_tokens=8, seed=i).tokens for i, p in enumerate(prompts)]
+    start = threading.Barrier(6)
+
+    def ask(number):
+        if number < 6:
+            start.wait()
+        if number % 3 == 0:
+            return tuple(p.token for p in llm.stream(prompts[number], max_tokens=8, seed=number) if p.token is not None)
+        return llm.generate(prompts[number], max_tokens=8, seed=number).tokens
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, range(12))) == expected
+    assert llm.engine.idle and not llm._mail
+    llm.engine.scheduler.check()
+
+
+def test_a_bad_request_in_one_thread_disturbs_no_other(llm):
+    expected = llm.generate(PROMPT, max_tokens=8, seed=1).tokens
+
+    def ask(number):
+        if number % 2:
+            with pytest.raises(RequestError):
+                llm.generate("x" * 200)
+            return expected
+        return llm.generate(PROMPT, max_tokens=8, seed=1).tokens
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(ask, range(8))) == {expected}
+
+
+# ---------------------------------------------------------------- load and close
+
+
+def test_as_a_context_manager_it_frees_its_pool(folder):
+    with LLM.load(folder) as llm:
+        llm.generate("a", max_tokens=2)
+        running = llm.stream("b", max_tokens=9)
+        next(running)
+    assert all(leaf.numel() == 0 for leaf in llm.engine.memory.leaves())
+    for call in (
+        lambda: llm.generate("a"),
+        lambda: llm.score("a"),
+        lambda: next(llm.stream("a")),
+        lambda: next(running),
+    ):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+    llm.close()
+    assert llm.encode("ab") == [97, 98]
+
+
+def test_load_takes_a_dtype_and_a_cache(folder):
+    with LLM.load(folder, dtype="float64", rows=2, capacity=32, layout="contiguous", cache_dtype="bfloat16") as llm:
+        assert llm.model.embed.tokens.weight.dtype == torch.float64
+        assert llm.cache == CacheConfig(rows=2, capacity=32, layout="contiguous", dtype="bfloat16")
+        assert llm.engine.memory.keys[0].dtype == torch.bfloat16
+    with LLM.load(folder, memory=CacheConfig(capacity=16)) as llm:
+        assert llm.cache == CacheConfig(capacity=16)
+    with LLM.load(folder) as llm:
+        assert llm.cache == CacheConfig(capacity=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"rows": 0}, ConfigError, "cache.rows"),
+        ({"layout": "heap"}, ConfigError, "cache.layout"),
+        ({"cache_dtype": "int3"}, ConfigError, "cache.dtype"),
+        ({"row": 2}, RequestError, "row"),
+        ({"memory": CacheConfig(capacity=8), "rows": 2}, RequestError, "memory= and rows= both given"),
+        ({"memory": CacheConfig(capacity=8), "cache_dtype": "float32"}, RequestError, "memory= and cache_dtype= both"),
+        ({"rows": 3_000_000_000}, MemoryPlanError, "available"),
+    ],
+)
+def test_load_refuses_what_cannot_be(folder, options, error, says):
+    with pytest.raises(error) as caught:
+        LLM.load(folder, **options)
+    assert says in caught.value.message
+
+
+def test_load_refuses_a_folder_that_is_no_checkpoint(tmp_path):
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(CheckpointError):
+            LLM.load(path)
+
+
+def test_the_pool_is_what_plan_says(folder):
+    with LLM.load(folder, rows=3, capacity=40) as llm:
+        held = sum(leaf.numel() * leaf.element_size() for leaf in llm.engine.memory.leaves())
+        assert held == plan_memory(llm.model.config, llm.cache).pool
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        ("x" * (LIMIT + 1), {}, f"the prompt has {LIMIT + 1} tokens and the model's limit is {LIMIT}"),
+        ([1, 999], {}, "token id 999 is outside the vocabulary of 257"),
+        ([-1], {}, "token id -1 is outside"),
+        ("a", {"temperature": -1}, "temperature: -1 is out of range"),
+        ("a", {"temperatur": 1}, "unknown sampling option 'temperatur'"),
+        ("a", {"top_p": 0}, "top_p: 0 is out of range"),
+        ("a", {"n": 0}, "n: 0 is out of range"),
+        ("a", {"stop": ("",)}, "stop: an empty string"),
+        ("a", {"logit_bias": {999: 1.0}}, "logit_bias: token id 999"),
+        ("a", {"sampling": Sampling(), "max_tokens": 2}, "sampling= and max_tokens= both given"),
+    ],
+)
+def test_requests_that_cannot_be(llm, prompt, options, says):
+    for call in (llm.generate, lambda *a, **k: list(llm.stream(*a, **k))):
+        with pytest.raises(RequestError) as caught:
+            call(prompt, **options)
+        assert says in caught.value.message
+    assert llm.engine.idle and not llm._mail
+
+
+def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(llm):
+    with pytest.raises(RequestError):
+        llm.generate(["a", "x" * 200, "b"], max_tokens=4)
+    assert llm.engine.idle and not llm._mail and llm.engine.ledger.stats().used == (0,)
+
+
+@pytest.mark.parametrize(("layers", "heads", "says"), [([2], None, "layer 2 is not one of 0..1"), ([0], [4], "head 4")])
+def test_trace_refuses_what_is_not_there(llm, layers, heads, says):
+    with pytest.raises(RequestError, match=says):
+        llm.trace("ab", layers, heads)
+
+
+def test_lone_surrogates_are_refused(llm):
+    with pytest.raises(TokenizerError, match="surrogate"):
+        llm.generate("a\ud800")
+
+
+def test_without_a_tokenizer_ids_do(bare):
+    done = bare.generate([3, 4], max_tokens=4, temperature=0)
+    assert done.tokens == greedy(bare, [3, 4], 4) and done.text == ""
+    assert bare.trace([3, 4]).pieces == ("3", "4")
+    for prompt, says in (("hi", "without a tokenizer"), ([], "no opening token")):
+        with pytest.raises(RequestError, match=says):
+            bare.generate(prompt)
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        bare.generate([3], stop=("x",))
+
+
+def test_a_model_that_says_nan_is_a_named_error_and_the_next_call_works(folder):
+    with LLM.load(folder) as llm:
+        expected = llm.generate("ok", max_tokens=3, temperature=0).tokens
+        with torch.no_grad():
+            row = llm.model.embed.tokens.weight[120].clone()
+            llm.model.embed.tokens.weight[120] = math.nan
+        with pytest.raises(NumericalError, match="NaN"):
+            llm.generate("ox", max_tokens=3)
+        with torch.no_grad():
+            llm.model.embed.tokens.weight[120] = row
+        assert llm.generate("ok", max_tokens=3, temperature=0).tokens == expected
+        assert llm.engine.idle and not llm._mail
+        llm.engine.scheduler.check()
