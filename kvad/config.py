@@ -340,6 +340,8 @@ def _check_model(config: ModelConfig) -> None:
         if letter not in stack.kinds:
             raise ConfigError(f"decoder.pattern names kind {letter!r}", nearest(letter, stack.kinds))
     for letter, layer in stack.kinds.items():
+        if letter not in stack.pattern:
+            raise ConfigError(f"decoder.kinds.{letter} is in no place of the pattern {stack.pattern!r}", "leave it out")
         _check_attention(config, layer.mixer, f"decoder.kinds.{letter}.mixer")
         _at_least(1, layer.mlp.hidden, f"decoder.kinds.{letter}.mlp.hidden")
         _check_eps(layer.norm, f"decoder.kinds.{letter}.norm")

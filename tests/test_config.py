@@ -173,6 +173,11 @@ WRONG_KEYS: list[tuple[dict[str, Any], str, str]] = [  # changes, message, hint
     ({f"{P}.scaling": {"kind": "yarm"}}, f"{P}.scaling.kind: 'yarm' is not known", "did you mean 'yarn'?"),
     ({f"{P}.scaling": {"kind": "yarn", "factor": 2.0}}, f"missing key {P}.scaling.original", ""),
     ({"decoder.pattern": "LG"}, "decoder.pattern names kind 'G'", "known: L"),
+    (
+        {"decoder.kinds.G": {"mixer": {"heads": 6, "head_dim": 8}, "mlp": {"kind": "gated", "hidden": 40}}},
+        "decoder.kinds.G is in no place of the pattern 'L'",
+        "leave it out",
+    ),
     ({"position": {"kind": "learned"}}, "missing key position.size", ""),
 ]
 

@@ -24,7 +24,6 @@ from models import model_config
 import mortal
 
 CONFIG, SHAPES = model_config(), [(300, 7), (41,), (5, 5, 5)]
-mode, run = sys.argv[1], Path(sys.argv[2])
 
 def tensors(value):
     return {str(i): torch.full(shape, float(value)) for i, shape in enumerate(SHAPES)}
@@ -40,48 +39,54 @@ def torn(death):
         real(content, path)
     native.save_file = save_file
 
-def write(value):
+def write(mode, run, value):
     if mode == "steps":
         save_step(run, value, CONFIG, tensors(value), None, keep=2)
     elif mode == "overwrite":
         save_step(run, 1000 - value, CONFIG, tensors(value), None, keep=2, fresh=True)
-    else:
+    elif mode == "folder":
         save(run, CONFIG, tensors(value), None)
-
-def child(death, value):
-    torn(death)
-    write(value)
-
-if mode == "broken":  # a writer without the renames: the test must see it fail
-    def write(value):
+    else:  # a writer without the renames: the test must see it fail
         run.mkdir(exist_ok=True)
-        for name, text in (("config.json", json.dumps(CONFIG.to_dict())), ("manifest.json", "{}")):
-            (run / name).write_text(text)
-            native.save_file(tensors(value), run / "model.safetensors")
+        (run / "config.json").write_text(json.dumps(CONFIG.to_dict()))
+        native.save_file(tensors(value), run / "model.safetensors")
         (run / "manifest.json").write_text(json.dumps({"format": 1, "files": {
             name: native._entry(run / name) for name in ("config.json", "model.safetensors")}}))
 
-write(1)
-value = 1
-for at in itertools.count(1):
-    done = mortal.live(lambda death: child(death, value + 1), at)
-    try:
-        found = {float(x) for tensor in load(run, verify=True).tensors.values() for x in tensor.flatten()}
-    except Exception as error:
-        found = {repr(error)}
-    print(json.dumps({"at": at, "done": done, "before": value, "found": sorted(map(str, found))}))
-    if done:
-        break
-    write(value + 2)  # the next save, after which nothing of the dead one is left
-    value += 2
-    folder = run / "checkpoints" if (run / "checkpoints").exists() else run.parent
-    print(json.dumps({"left": sorted(path.name for path in folder.iterdir())}))
+def child(death, *arguments):
+    torn(death)
+    write(*arguments)
+
+def die_everywhere(mode, run):
+    write(mode, run, 1)
+    value, done = 1, False
+    for at in itertools.count(1):
+        done = mortal.live(lambda death: child(death, mode, run, value + 1), at)
+        try:
+            found = {float(x) for tensor in load(run, verify=True).tensors.values() for x in tensor.flatten()}
+        except Exception as error:
+            found = {repr(error)}
+        one = {"mode": mode, "at": at, "done": done, "before": value, "found": sorted(map(str, found))}
+        if not done:
+            write(mode, run, value + 2)  # the next save, after which nothing of the dead one is left
+            value += 2
+        folder = run / "checkpoints" if (run / "checkpoints").exists() else run.parent
+        print(json.dumps({**one, "left": sorted(path.name for path in folder.iterdir())}))
+        if done:
+            return
+
+for mode in ("steps", "overwrite", "folder", "broken"):
+    folder = Path(sys.argv[1], mode)
+    folder.mkdir()
+    die_everywhere(mode, folder / "run")
 """
 
 
-def deaths(mode, run):
+@pytest.fixture(scope="module")
+def deaths(tmp_path_factory):
+    """By mode: one line per death."""
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, mode, str(run)],
+        [sys.executable, "-c", PROGRAM, str(tmp_path_factory.mktemp("deaths"))],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -89,21 +94,24 @@ def deaths(mode, run):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stderr
-    lines = [json.loads(line) for line in ran.stdout.splitlines()]
-    return [line for line in lines if "at" in line], [line["left"] for line in lines if "left" in line]
+    found: dict[str, list] = {}
+    for line in ran.stdout.splitlines():
+        one = json.loads(line)
+        found.setdefault(one["mode"], []).append(one)
+    return found
 
 
 @pytest.mark.parametrize("mode", ["steps", "overwrite", "folder"])
-def test_death_at_every_operation_of_a_save(tmp_path, mode):
-    tries, left = deaths(mode, tmp_path / "run")
+def test_death_at_every_operation_of_a_save(deaths, mode):
+    tries = deaths[mode]
     assert len(tries) >= 8 and tries[-1]["done"]
     for one in tries:
         old, new = str(float(one["before"])), str(float(one["before"] + 1))
         assert one["found"] in ([old], [new]), one
+        assert not [name for name in one["left"] if name.startswith(".")], one
     assert tries[0]["found"] == [str(float(tries[0]["before"]))], "the first operation is before the commit"
-    assert all(not name.startswith(".") for names in left for name in names), left
+    assert tries[-1]["found"] == [str(float(tries[-1]["before"] + 1))]
 
 
-def test_a_writer_without_the_renames_is_caught(tmp_path):
-    tries, _ = deaths("broken", tmp_path / "run")
-    assert any("Error" in found for one in tries for found in one["found"])
+def test_a_writer_without_the_renames_is_caught(deaths):
+    assert any("Error" in found for one in deaths["broken"] for found in one["found"])

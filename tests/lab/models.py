@@ -56,7 +56,6 @@ CONFIGS = {
     "window": tiny(Attention(4, 2, window=7)),
     "pattern": tiny(layers=5, kinds=LOCAL, pattern="LLG"),
     "pattern norms": tiny(layers=3, kinds={**LOCAL, "G": replace(LOCAL["G"], norm=LAYER_NORM)}, pattern="LG"),
-    "unused kind": tiny(kinds={**LOCAL, "T": Layer(Attention(4, position=T5Bias()), Plain(8))}, pattern="LG"),
 }
 
 

@@ -15,6 +15,7 @@ import json, random, sys
 sys.path.insert(0, "tests")
 from pathlib import Path
 import torch
+import torch._dynamo  # the optimizer imports it, a second each time: once, before the forks
 from kvad.checkpoint.folder import steps_of
 from kvad.checkpoint.native import load
 from kvad.train import trainer
@@ -52,7 +53,7 @@ def summary(out):
 assert mortal.live(lambda death: go(whole, death), 0)
 random.seed(seed)
 died, steps = 0, []
-while died < kills and not mortal.live(lambda death: go(parts, death), random.randint(1, 110)):
+while died < kills and not mortal.live(lambda death: go(parts, death), random.randint(1, 70)):
     died += 1
     if steps_of(parts):
         steps.append(load(parts, verify=True).training.state["progress"]["step"])

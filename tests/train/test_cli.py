@@ -1,0 +1,141 @@
+"""``kvad train``: flags over a run file, what is said, and exit codes."""
+
+import io
+import json
+import os
+import signal
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from kvad.checkpoint.native import load
+from kvad.cli.main import main
+
+SMALL = ["--set", "width=32", "--set", "decoder.layers=1", "--set", "decoder.kinds.L.mlp.hidden=32"]
+QUICK = ["--preset", "tiny", *SMALL, "--tokenizer", "byte", "--context", "16", "--batch", "2", "--precision", "fp32"]
+
+
+def kvad(*arguments):
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_it_trains_says_so_and_draws(corpus, tmp_path):
+    out = tmp_path / "run"
+    code, stdout, stderr = kvad("train", corpus, "--out", out, *QUICK, "--steps", 20, "--eval-every", 10, "--json")
+    assert code == 0, stderr
+    result = json.loads(stdout)
+    assert (
+        result["reason"] == "done"
+        and result["step"] == 20
+        and result["val_loss"] == load(out).training.state["progress"]["val_loss"]
+    )
+    assert result["config"]["data"]["context"] == 16 and result["checkpoint"].endswith("step-00000020")
+    assert "20 steps" in stderr and "val " in stderr and f"kvad generate {out}" in stderr
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (out / "loss.svg").read_text()
+
+
+def test_flags_go_before_the_run_file(corpus, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[train]\nsteps = 3\nbatch = 2\nprecision = "fp32"\n[data]\ncontext = 8\n[tokenizer]\nkind = "byte"\n'
+    )
+    code, stdout, stderr = kvad("train", corpus, "--config", file, "--out", tmp_path / "run", "--preset", "tiny",
+                                "--set", "decoder.layers=1", "--steps", 2, "--json")  # fmt: skip
+    assert code == 0, stderr
+    config = json.loads(stdout)["config"]
+    assert (config["train"]["steps"], config["train"]["batch"], config["data"]["context"]) == (2, 2, 8)
+    assert load(tmp_path / "run").config.decoder.layers == 1
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(corpus, tmp_path, monkeypatch):
+    from kvad.train import trainer
+
+    real = trainer.backward
+    calls = iter(range(1000))
+
+    def interrupted(*arguments):
+        if next(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(trainer, "backward", interrupted)
+    out = tmp_path / "run"
+    code, _, stderr = kvad("train", corpus, "--out", out, *QUICK, "--steps", 12)
+    assert code == 130 and f"kvad train --resume --out {out}" in stderr
+    monkeypatch.undo()
+    assert load(out, verify=True).path.name == "step-00000005"
+    code, _, stderr = kvad("train", "--resume", "--out", out)
+    assert code == 0 and "12 steps" in stderr and "from step 5" in stderr
+
+
+def test_resume_refuses_what_differs(corpus, tmp_path):
+    out = tmp_path / "run"
+    assert kvad("train", corpus, "--out", out, *QUICK, "--steps", 3)[0] == 0
+    for flags, says in {
+        ("--lr", "0.5"): "train.lr: 0.001 there, 0.5 here",
+        ("--set", "width=64"): "model.width: 32 there, 64 here",
+        ("--tokenizer", "char"): "tokenizer.kind: 'byte' there, 'char' here",
+    }.items():
+        code, _, stderr = kvad("train", "--resume", "--out", out, *flags)
+        assert code == 2 and says in stderr, stderr
+    assert kvad("train", "--resume", "--out", out, "--eval-every", 2)[0] == 0
+
+
+@pytest.fixture
+def bad(tmp_path):
+    files = {"empty.txt": b"", "binary.txt": b"a\0b", "latin.txt": b"caf\xe9" * 100, "short.txt": b"ab"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "typo.toml").write_text("[train]\nstepz = 3\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere.txt"], "no such file or folder: nowhere.txt"),
+        (["empty.txt"], "empty.txt is empty"),
+        (["binary.txt"], "binary.txt is binary (a zero byte at offset 1)"),
+        (["latin.txt"], "latin.txt is not UTF-8: byte 0xE9 at offset 3"),
+        (["short.txt"], "too short: 3 tokens"),
+        ([], "no corpus was named"),
+        (["latin.txt", "--errors", "replace", "--precision", "fp16"], "fp16 compute on a CPU is refused"),
+        (["latin.txt", "--config", "typo.toml"], "unknown key train.stepz"),
+        (["latin.txt", "--config", "none.toml"], "no such file: none.toml"),
+        (["latin.txt", "--set", "decoder.layrs=4"], "unknown key decoder.layrs"),
+        (["latin.txt", "--set", "layers"], "--set 'layers' is not KEY=VALUE"),
+        (["latin.txt", "--tokenizer", "bpee"], "neither a kind nor a file"),
+        (["latin.txt", "--preset", "huge"], "model.preset: 'huge' is not known"),
+        (["latin.txt", "--stepz", "3"], "No such option"),
+        (["latin.txt", "--lr", "0"], "train.lr: must be above 0"),
+        (["latin.txt", "--resume", "--overwrite"], "contradict"),
+        (["--resume"], "no such folder: run"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_code_2(bad, monkeypatch, arguments, says):
+    monkeypatch.chdir(bad)
+    defaults = [] if "--tokenizer" in arguments or "--resume" in arguments else ["--tokenizer", "byte"]
+    errors = ["--errors", "replace"] if arguments[:1] == ["latin.txt"] and len(arguments) > 1 else []
+    code, stdout, stderr = kvad(
+        "train", *arguments, *defaults, *(e for e in errors if e not in arguments), "--out", "run"
+    )
+    assert code == 2 and says in stderr and not stdout, stderr
+    assert "Traceback" not in stderr and not Path("run", "checkpoints").exists()
+    line = next(line for line in stderr.splitlines() if "error:" in line)
+    assert says in line
+
+
+def test_errors_replace_is_offered(bad, monkeypatch):
+    monkeypatch.chdir(bad)
+    assert "--errors replace" in kvad("train", "latin.txt", "--out", "run")[2]
+    code, _, stderr = kvad("train", "latin.txt", "--errors", "replace", "--out", "run", *QUICK, "--steps", 1)
+    assert code == 0, stderr
+
+
+def test_help_shows_examples():
+    code, stdout, _ = kvad("train", "--help")
+    assert code == 0 and "kvad train --resume --out runs/mine" in stdout and "--overwrite" in stdout

@@ -1,0 +1,86 @@
+"""What a run says in a terminal, and elsewhere; metrics that survive kills."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from kvad.train.job import train
+from kvad.train.metrics import MetricsFile, Speed, read_metrics
+from kvad.train.progress import PlainProgress, RichProgress, _clock, progress_on
+from kvad.train.reports import EvalReport, StartReport, StepReport
+
+START = StartReport(0, 2000, None, 804_224, 10, 10, 768, "fp32", "cpu", 2, "2.13")
+
+
+def step(number, elapsed=1.0, eta=31.0):
+    return StepReport(number, 1.7126, 4.1e-4, 0.9, number * 768, elapsed, 23_400.0, eta)
+
+
+def test_the_line_says_loss_speed_time_and_validation():
+    progress = PlainProgress(Console(file=io.StringIO(), width=200))
+    progress.on_start(START)
+    progress.on_step(step(1240))
+    assert progress.line() == "step 1,240/2,000  loss 1.713  lr 4.1e-04  23,400 tokens/s  0:31 left"
+    progress.on_eval(EvalReport(1240, 1.9017, 100, 1.9))
+    assert "loss 1.713  val 1.902  lr" in progress.line()
+    assert _clock(75) == "1:15" and _clock(3700) == "1:01:40"
+
+
+def test_plain_lines_come_every_ten_seconds_and_at_evaluations():
+    out = io.StringIO()
+    progress = progress_on(Console(file=out, width=200))
+    assert type(progress) is PlainProgress
+    progress.on_start(START)
+    for number in range(1, 31):
+        progress.on_step(step(number, elapsed=float(number)))
+    progress.on_eval(EvalReport(30, 1.9, 100, 1.9))
+    lines = out.getvalue().splitlines()
+    assert [line.split("/")[0] for line in lines[1:]] == ["step 10", "step 20", "step 30", "step 30"]
+    assert "\x1b" not in out.getvalue()
+
+
+def test_a_terminal_gets_a_bar_that_is_put_away(corpus, tmp_path, run_config):
+    out = io.StringIO()
+    progress = progress_on(Console(file=out, force_terminal=True, width=120))
+    assert isinstance(progress, RichProgress)
+    outcome = train(run_config(), [corpus], tmp_path / "run", callbacks=[progress])
+    progress.close()
+    assert "tokens/s" in out.getvalue() and str(outcome.checkpoint.name) in out.getvalue().replace("\n", "")
+    assert out.getvalue().rstrip().endswith("\x1b[0m") or "\x1b[?25h" in out.getvalue()  # the cursor is back
+
+
+def test_metrics_drop_what_will_be_done_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsFile(path, log_every=2)
+    first.on_start(START)
+    for number in range(1, 8):
+        first.on_step(step(number))
+    first.on_eval(EvalReport(6, 1.9, 100, 1.9))
+    first.close()
+    with path.open("a") as file:
+        file.write('{"kind": "step", "step": 8, "lo')  # killed here
+    again = MetricsFile(path, log_every=2)
+    again.on_start(StartReport(**{**START.__dict__, "step": 5}))
+    again.on_step(step(6))
+    again.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("run", 0), ("step", 2), ("step", 4), ("step", 6)]
+    fresh = MetricsFile(path, log_every=1)
+    fresh.on_start(START)
+    fresh.close()
+    assert [line["kind"] for line in read_metrics(path)] == ["run"]
+
+
+def test_speed_forgets_what_is_long_ago():
+    speed = Speed()
+    assert speed.tokens_per_second == 0.0 == speed.seconds_per_step
+    for _ in range(50):
+        speed.add(100, 1.0)
+    assert speed.tokens_per_second == pytest.approx(100) and speed.seconds_per_step == pytest.approx(1.0)
+    for _ in range(100):
+        speed.add(100, 0.5)
+    assert speed.tokens_per_second == pytest.approx(200, rel=0.01) and speed.seconds_per_step == pytest.approx(
+        0.5, 0.01
+    )
