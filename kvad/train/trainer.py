@@ -83,8 +83,8 @@ class Trainer:
                 self.speed.add(tokens, self.clock() - before)
                 state.elapsed = self.clock() - began
                 self._tell("on_step", self._step_report(lr, norm))
-                if state.step % config.eval_every == 0:
-                    self._evaluate()
+                if state.step % config.eval_every == 0 or self._is_over():
+                    self._evaluate()  # before the save, so that a resume does not do it again
                 if state.step % config.save_every == 0:
                     saved = self._save()
                 state.elapsed = self.clock() - began

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvad.config import Gated, LearnedPositions, Plain
+from kvad.config import Gated, LearnedPositions, Plain, Rope
 from kvad.errors import ConfigError
 from kvad.train.config import DataConfig, RunConfig, TrainConfig, differences, parse_assignments
 from kvad.train.presets import PRESETS
@@ -14,6 +14,13 @@ ROOT = Path(__file__).parents[2]
 
 def run(**tables):
     return RunConfig.from_dict(tables)
+
+
+def test_the_recipe_with_gpt2s_learned_positions_is_one_flag_away():
+    table = RunConfig.load(ROOT / "runs" / "shakespeare-char-cpu.toml").to_dict()
+    table["model"]["set"] = {"position": {"kind": "learned", "size": 64}, "decoder.kinds.L.mixer.position": None}
+    model = RunConfig.from_dict(table).resolve(66)
+    assert model.position == LearnedPositions(64) and model.decoder.layer(0).mixer.position is None
 
 
 def test_an_empty_run_file_is_the_defaults():
@@ -44,7 +51,7 @@ def test_the_shakespeare_recipe_is_the_published_one():
     model, train = config.resolve(66), config.train
     layer = model.decoder.layer(3)
     assert (model.decoder.layers, layer.mixer.heads, model.width, layer.mlp) == (4, 4, 128, Plain(512, "gelu"))
-    assert model.position == LearnedPositions(64) and layer.mixer.position is None
+    assert model.position is None and isinstance(layer.mixer.position, Rope), "the one thing that is not nanoGPT's"
     assert layer.norm.kind == "layer" and not layer.norm.bias and not layer.mixer.bias and model.tie
     assert (config.data.context, train.batch, train.accumulate, train.steps) == (64, 12, 1, 2000)
     assert (train.lr, train.min_lr, train.warmup) == (1e-3, 1e-4, 100)
