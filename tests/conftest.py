@@ -7,7 +7,10 @@ from hypothesis import HealthCheck, settings
 
 # Before anything imports torch: workers side by side must not fight over the cores, and sums must not depend on them.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(_name, "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+    if "PYTEST_XDIST_WORKER" in os.environ:  # it inherits the controller's setting, which is meant for one process
+        os.environ[_name] = "1"
+    else:
+        os.environ.setdefault(_name, "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile(

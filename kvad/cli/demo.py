@@ -27,6 +27,7 @@ __all__ = ["demo"]
 
 RESULT = "demo.json"
 CONTEXT, LIMIT = 256, 4096  # tokens of a training row; tokens of the longest row that the model may hold
+PRESET = "demo"
 MARKS = (64, 128, 256, 512)
 PROMPT = "def "
 
@@ -89,6 +90,7 @@ class _Page:
 
 
 def _train(page: _Page, minutes: float, out: Path, seed: int) -> Outcome:
+    from kvad.cli.train import draw_loss_curve
     from kvad.lab.sources import find_sources
     from kvad.train.config import DataConfig, RunConfig, TrainConfig
     from kvad.train.job import train
@@ -98,9 +100,9 @@ def _train(page: _Page, minutes: float, out: Path, seed: int) -> Outcome:
     page.title("train")
     page.say(f"corpus: {sources.what} ({sources.root}): {len(sources.files)} files, {format_bytes(sources.num_bytes)}")
     config = RunConfig(
-        model={"preset": "small", "limit": LIMIT},
+        model={"preset": PRESET, "limit": LIMIT},
         data=DataConfig(context=CONTEXT, errors="replace"),
-        train=TrainConfig(minutes=minutes, batch=8, lr=3e-3, min_lr=1e-4, eval_every=100, eval_tokens=16384, seed=seed),
+        train=TrainConfig(minutes=minutes, batch=4, lr=2e-3, min_lr=1e-4, eval_every=200, eval_tokens=16384, seed=seed),
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULT).write_text("{}\n", encoding="utf-8")  # from here on the folder is the demo's
@@ -113,15 +115,9 @@ def _train(page: _Page, minutes: float, out: Path, seed: int) -> Outcome:
         f"{outcome.step} steps, {outcome.tokens:,} tokens in {outcome.elapsed:.0f} s: loss {outcome.loss:.3f}, "
         f"validation loss {outcome.val_loss:.3f}"
     )
-    _loss_curve(out)
-    return outcome
-
-
-def _loss_curve(out: Path) -> None:
-    from kvad.lab.plot import plot_metrics
-
-    for path in plot_metrics(out):
+    for path in draw_loss_curve(out):
         click.echo(f"curve: {path}", err=True)
+    return outcome
 
 
 def _sing(page: _Page, llm: LLM, seed: int) -> dict[str, Any]:

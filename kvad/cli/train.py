@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvad.train.config import RunConfig
     from kvad.train.reports import Outcome
 
-__all__ = ["train"]
+__all__ = ["draw_loss_curve", "train"]
 
 KINDS = ("bpe", "byte", "char", "word")
 
@@ -114,7 +114,7 @@ def train(
             outcome = job.train(config, corpus, out, overwrite=overwrite, callbacks=[progress])
     finally:
         progress.close()
-    figures = _draw(out)
+    figures = draw_loss_curve(out)
     _say(outcome, config, out, figures, as_json)
     if outcome.reason == "interrupted":
         click.get_current_context().exit(130)
@@ -161,7 +161,7 @@ def _assigned(assignments: Iterable[str]) -> dict[str, Any]:
     return parse_assignments(pairs)
 
 
-def _draw(out: Path) -> list[Path]:
+def draw_loss_curve(out: Path) -> list[Path]:
     """The loss curve; nothing where matplotlib is not installed, or nothing was logged yet."""
     from kvad.lab.plot import plot_metrics
 

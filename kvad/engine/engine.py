@@ -81,6 +81,7 @@ class Engine:
         limit = min(model.config.limit, cache.capacity)
         self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=cache.chunk, limit=limit)
         self.runner = Runner(model, self.memory)
+        model.pack()
         self.times = StepTimes()
         self._limit, self._next = limit, 0
         self._texts: dict[tuple[int, int], _Text] = {}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.model.parts import Norm
-from kvad.ops.linear import Linear
+from kvad.ops.linear import Joint, Linear
 from kvad.step import Buckets, Rotary, Score, Slopes, View
 
 __all__ = ["Attention"]
@@ -30,6 +30,7 @@ class Attention(nn.Module):
         self.q = Linear(config.width, self.heads * self.head_dim, spec.bias)
         self.k = Linear(config.width, self.kv_heads * self.head_dim, spec.bias)
         self.v = Linear(config.width, self.kv_heads * self.value_dim, spec.bias)
+        self.qkv = Joint()
         self.out = Linear(self.heads * self.value_dim, config.width, spec.out_bias)
         per_head = spec.qk_norm == "head"
         has_norm = spec.qk_norm != "none"
@@ -47,9 +48,10 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, E] -> q [T, H, D], k [T, K, D], v [T, K, Dv], normalised where the config says so, not yet rotated."""
-        q = self._heads(self.q(x), self.q_norm, self.heads)
-        k = self._heads(self.k(x), self.k_norm, self.kv_heads)
-        return q, k, self.v(x).unflatten(-1, (self.kv_heads, self.value_dim))
+        flat_q, flat_k, flat_v = self.qkv(x, self.q, self.k, self.v)
+        q = self._heads(flat_q, self.q_norm, self.heads)
+        k = self._heads(flat_k, self.k_norm, self.kv_heads)
+        return q, k, flat_v.unflatten(-1, (self.kv_heads, self.value_dim))
 
     def _heads(self, flat: Tensor, norm: Norm | None, heads: int) -> Tensor:
         shape = (*flat.shape[:-1], heads, self.head_dim)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.model.positions import sinusoid
-from kvad.ops.linear import Linear, linear
+from kvad.ops.linear import Joint, Linear, linear
 
 __all__ = ["ACTIVATIONS", "Embedding", "Gated", "Head", "Norm", "Plain", "make_mlp"]
 
@@ -70,9 +70,11 @@ class Gated(nn.Module):
         self.gate = Linear(width, spec.hidden, spec.bias)
         self.up = Linear(width, spec.hidden, spec.bias)
         self.down = Linear(spec.hidden, width, spec.bias)
+        self.gate_up = Joint()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
+        gate, up = self.gate_up(x, self.gate, self.up)
+        out: Tensor = self.down(self.activation(gate) * up)
         return out
 
 

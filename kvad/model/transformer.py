@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.model.mixers import Attention, Encoding
-from kvad.model.parts import Embedding, Head, Norm, make_mlp
+from kvad.model.parts import Embedding, Gated, Head, Norm, make_mlp
 from kvad.model.positions import alibi_slopes, depends_on_limit, rope_factor, rope_frequencies
 from kvad.step import Buckets, Memory, Rotary, Slopes, Step, View
 
@@ -135,6 +135,14 @@ class Transformer(nn.Module):
         """hidden [T, E], at [N] (indices in T) -> [N, V]."""
         out: Tensor = self.head(hidden.index_select(0, at), self.embed.tokens.weight)
         return out
+
+    def pack(self) -> None:
+        """Join the weights that share an input (q, k, v; gate, up), for speed; what the model says and stores stays."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.qkv.pack(module.q, module.k, module.v)
+            elif isinstance(module, Gated):
+                module.gate_up.pack(module.gate, module.up)
 
     def _initialise(self) -> None:
         residual = 0.02 / math.sqrt(2 * self.config.decoder.layers)

@@ -125,7 +125,8 @@ def _blocks(
 
 
 def _finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x).all())
+    """A sum is not finite where a term is not; a sum of finite terms that overflows costs a second computation."""
+    return math.isfinite(x.sum().item())
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low: int, high: int) -> Tensor:

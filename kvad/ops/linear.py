@@ -7,11 +7,13 @@ Measured on two cores of a Zen 4 (``dev/LOG.md``): 9 -> 24 GB/s for [704, 256], 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Linear", "linear"]
+__all__ = ["Joint", "Linear", "linear"]
 
 SMALLEST = 1 << 15  # weights; below, starting the threads costs more than they save
 
@@ -40,3 +42,43 @@ def _parts(x: Tensor, weight: Tensor) -> int:
 class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
+
+
+class Joint:
+    """Several products of one input, ``(x W1, x W2, ...)``: one kernel instead of several, once it is packed.
+
+    :meth:`pack` lays the weights one behind the other; the layers' own parameters become views of that, so that names,
+    values and bytes stay what they were.  Layers that have other weights by now (a copy of the model, another dtype,
+    training) have products of their own again: a pack is used only while every weight still is where it was put.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[int] = []
+        self._sizes: list[int] = []
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+
+    def __call__(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
+        """x [.., in] -> one [.., out] per layer."""
+        if self._weight is None or self._places != [layer.weight.data_ptr() for layer in layers]:
+            return [layer(x) for layer in layers]
+        return torch.split(linear(x, self._weight, self._bias), self._sizes, dim=-1)
+
+    @torch.no_grad()
+    def pack(self, *layers: Linear) -> None:
+        """Join the weights; layers with a bias beside layers without stay as they are."""
+        weights, biases = (
+            [layer.weight.data for layer in layers],
+            [layer.bias.data for layer in layers if layer.bias is not None],
+        )
+        if len(biases) not in (0, len(layers)):
+            return
+        self._sizes = [layer.out_features for layer in layers]
+        self._weight = torch.cat(weights)
+        self._bias = torch.cat(biases) if biases else None
+        for layer, share in zip(layers, self._weight.split(self._sizes), strict=True):
+            layer.weight.data = share
+        if self._bias is not None:
+            for layer, share in zip(layers, self._bias.split(self._sizes), strict=True):
+                layer.bias.data = share
+        self._places = [layer.weight.data_ptr() for layer in layers]

@@ -6,6 +6,8 @@ A pair (a, b) at position p turns by the angle p * inv_freq in the positive sens
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,25 +16,44 @@ from kvad.step import Rotary
 __all__ = ["Angles", "rotate"]
 
 
+FEW = 32  # tokens; of more, reading x twice costs more than the calls it saves
+
+
+class _Tables(NamedTuple):
+    """cos and sin [T, 1, D_rot/2]; ``twice`` and ``signed`` [T, 1, D_rot]: (cos, cos) and (-sin, sin).
+
+    Kept beside ``inv_freq`` itself: an id is used again once its owner is gone."""
+
+    inv_freq: Tensor
+    cos: Tensor
+    sin: Tensor
+    twice: Tensor
+    signed: Tensor
+
+
 class Angles:
     """cos and sin of one step's positions, computed once per rotary table and shared by all layers."""
 
     def __init__(self, positions: Tensor) -> None:
         self._positions = positions
-        self._known: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}
+        self._known: dict[tuple[int, float, torch.dtype], _Tables] = {}
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
         """x [T, H, D] -> the same shape, its first ``2 * inv_freq.shape[-1]`` dimensions turned."""
-        key = (id(rotary.inv_freq), rotary.factor)
-        if key not in self._known:  # kept beside the table itself: an id is used again once its owner is gone
-            self._known[key] = (rotary.inv_freq, *self._tables(rotary))
-        _, cos, sin = self._known[key]
-        return rotate(x, cos.to(x.dtype), sin.to(x.dtype), rotary.interleaved)
+        key = (id(rotary.inv_freq), rotary.factor, x.dtype)
+        tables = self._known.get(key)
+        if tables is None:
+            tables = self._known[key] = self._tables(rotary, x.dtype)
+        turned = tables.twice.shape[-1]
+        if x.shape[0] <= FEW and turned == x.shape[-1] and not rotary.interleaved:
+            return x * tables.twice + x.roll(turned // 2, -1) * tables.signed  # the same sums, in fewer calls
+        return rotate(x, tables.cos, tables.sin, rotary.interleaved)
 
-    def _tables(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(rotary.inv_freq.dtype, torch.float32)
-        angle = self._positions.to(dtype).unsqueeze(-1) * rotary.inv_freq.to(dtype)
-        return (angle.cos() * rotary.factor).unsqueeze(-2), (angle.sin() * rotary.factor).unsqueeze(-2)
+    def _tables(self, rotary: Rotary, dtype: torch.dtype) -> _Tables:
+        wide = torch.promote_types(rotary.inv_freq.dtype, torch.float32)
+        angle = (self._positions.to(wide).unsqueeze(-1) * rotary.inv_freq.to(wide)).unsqueeze(-2)
+        cos, sin = (angle.cos() * rotary.factor).to(dtype), (angle.sin() * rotary.factor).to(dtype)
+        return _Tables(rotary.inv_freq, cos, sin, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
