@@ -53,14 +53,14 @@ class Joint:
     """
 
     def __init__(self) -> None:
-        self._places: list[int] = []
+        self._offsets: list[int] = []  # bytes from the pack's start to each layer's weight
         self._sizes: list[int] = []
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
         """x [.., in] -> one [.., out] per layer."""
-        if self._weight is None or self._places != [layer.weight.data_ptr() for layer in layers]:
+        if self._weight is None or not self._holds(self._weight.data_ptr(), layers):
             return [layer(x) for layer in layers]
         return torch.split(linear(x, self._weight, self._bias), self._sizes, dim=-1)
 
@@ -81,4 +81,8 @@ class Joint:
         if self._bias is not None:
             for layer, share in zip(layers, self._bias.split(self._sizes), strict=True):
                 layer.bias.data = share
-        self._places = [layer.weight.data_ptr() for layer in layers]
+        self._offsets = [layer.weight.data_ptr() - self._weight.data_ptr() for layer in layers]
+
+    def _holds(self, start: int, layers: Sequence[Linear]) -> bool:
+        """Whether the weights lie in the pack; its memory is alive, so nothing else can lie there."""
+        return all(layer.weight.data_ptr() - start == at for layer, at in zip(layers, self._offsets, strict=True))

@@ -277,7 +277,7 @@ configs = st.builds(
         Stack,
         layers=st.just(3),
         kinds=st.fixed_dictionaries({"L": layer, "G": layer}),
-        pattern=st.sampled_from(["L", "LG", "LLG"]),
+        pattern=st.sampled_from(["LLLG", "LG", "LLG"]),
         norm_place=st.sampled_from(["pre", "post", "sandwich", "parallel"]),
     ),
     position=st.sampled_from([None, LearnedPositions(64), SinusoidalPositions()]),

@@ -290,3 +290,11 @@ def test_prompts_are_ragged_and_known(checkpoint):
         prompts_of(config, dataclasses.replace(options, tokens=96), None)
     streams = make_streams(tiny(vocab=300), prompts, options)
     assert streams[-1].prompt[:24] == streams[0].prompt[:24] and streams[-1].prompt != streams[0].prompt
+
+
+def test_a_broken_structure_widens_no_tolerance():
+    """The twin's noise is part of the float32 tolerance; a twin that is wrong must not make ties of differences."""
+    options = dataclasses.replace(OPTIONS, layouts=("paged",), dtypes=("float32",))
+    sound, hurt = run(tiny(), options), run(tiny(), options, fault="mask")
+    assert hurt.memories[0].tolerance <= sound.memories[0].tolerance * 1.01
+    assert hurt.memories[0].ties < hurt.memories[0].compared - hurt.memories[0].agree

@@ -1,11 +1,13 @@
 """One row cut over threads is the same product; everything else goes the usual way."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kvad.ops import linear as module
-from kvad.ops.linear import Linear, linear
+from kvad.ops.linear import Joint, Linear, linear
 
 
 @pytest.fixture
@@ -52,3 +54,49 @@ def test_training_goes_the_usual_way(monkeypatch, products):
     assert products == [] and layer.weight.grad is not None
     with torch.no_grad():
         assert torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias), atol=1e-5) and products == [2]
+
+
+# ---------------------------------------------------------------- several products of one input
+
+
+def pair(bias=(False, False)):
+    return Linear(64, 48, bias[0]).double(), Linear(64, 32, bias[1]).double()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5])
+@torch.inference_mode()
+def test_a_pack_says_the_same_and_costs_nothing(rows, bias):
+    a, b = pair((bias, bias))
+    x, joint = torch.randn(rows, 64).double(), Joint()
+    before = [layer(x) for layer in (a, b)]
+    values = [p.clone() for layer in (a, b) for p in layer.parameters()]
+    joint.pack(a, b)
+    after = joint(x, a, b)
+    assert all((one - two).abs().max() <= 1e-12 for one, two in zip(before, after, strict=True))
+    assert all(torch.equal(p, v) for p, v in zip([*a.parameters(), *b.parameters()], values, strict=True))
+    assert a.weight.untyped_storage().data_ptr() == b.weight.untyped_storage().data_ptr()
+
+
+@torch.inference_mode()
+def test_layers_with_other_weights_have_products_of_their_own():
+    """A copy, another dtype, a loaded state: nothing of the old pack may speak for them."""
+    a, b = pair()
+    joint, x = Joint(), torch.randn(1, 64).double()
+    joint.pack(a, b)
+    copied, c, d = copy.deepcopy((joint, a, b))
+    c.weight.data = torch.randn(48, 64).double()
+    assert torch.equal(copied(x, c, d)[0], c(x))
+    copied, c, d = copy.deepcopy((joint, a, b))
+    assert copied(x.float(), c.float(), d.float())[0].dtype == torch.float32
+    a.load_state_dict({"weight": torch.randn(48, 64).double()})  # in place: the pack sees it, for they are one memory
+    assert torch.allclose(joint(x, a, b)[0], a(x), atol=1e-12)
+    other = Linear(64, 48, bias=False).double()  # a layer put in the place of another
+    assert torch.equal(joint(x, other, b)[0], other(x))
+
+
+def test_a_bias_beside_none_stays_unpacked():
+    a, b = pair((True, False))
+    joint, x = Joint(), torch.randn(3, 64).double()
+    joint.pack(a, b)
+    assert torch.equal(joint(x, a, b)[0], a(x)) and torch.equal(joint(x, a, b)[1], b(x))

@@ -121,3 +121,14 @@ def test_rotation_has_a_gradient_and_it_is_the_rotation_back() -> None:
         weight = random(5, 8, seed=3)
         (gradient,) = torch.autograd.grad((rotate(x, cos, sin, interleaved) * weight).sum(), x)
         torch.testing.assert_close(gradient, rotate(weight, cos, -sin, interleaved), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("few", [0, 10**9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_few_tokens_are_turned_by_the_same_sums(few: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form for few tokens and the general one: bit for bit the same."""
+    monkeypatch.setattr("kvad.ops.rotary.FEW", few)
+    x, freq = random(6, 3, 8).to(dtype), table(4)
+    angle = POSITIONS.double()[:, None, None] * freq
+    expected = rotate(x, (angle.cos() * 1.5).to(dtype), (angle.sin() * 1.5).to(dtype), False)
+    assert torch.equal(Angles(POSITIONS).rotate(x, Rotary(freq, False, 1.5)), expected)
