@@ -26,6 +26,7 @@ from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
 from kvad.errors import RequestError
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import Kernel
+from kvad.ops.heap import give_back
 from kvad.ops.lanes import Probe
 from kvad.text.detokenize import Detokenizer
 from kvad.text.stop import StopStrings
@@ -120,6 +121,8 @@ class Engine:
         self.times.steps += 1
         self.times.tokens += sum(event.token is not None for event in events)
         pieces = self._pieces(events)
+        if self.scheduler.idle:
+            give_back()
         self.times.total += time.perf_counter() - began
         return pieces
 
