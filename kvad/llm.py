@@ -10,6 +10,7 @@ one engine and one batch, and whichever thread holds the lock drives it.  As a c
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from kvad.config import ModelConfig
 from kvad.engine.completion import Completion, Sample, TextScore, Timings, Usage
 from kvad.engine.engine import Engine, Piece
 from kvad.engine.request import Sampling, TokenScore
+from kvad.engine.row import Usage as EngineUsage
 from kvad.engine.trace import Trace, trace
 from kvad.errors import EngineError, NumericalError, RequestError
 from kvad.model.fresh import Fresh
@@ -50,6 +52,7 @@ class LLM:
         self.engine = Engine(self.model, cache, tokenizer=tokenizer, budget=budget)
         self._lock = threading.Lock()
         self._mail: dict[int, deque[Piece]] = {}
+        self._dropped: deque[int] = deque()  # requests to cancel: a finaliser may run in the middle of a step
         self._closed = False
 
     @staticmethod
@@ -142,6 +145,7 @@ class LLM:
     @torch.inference_mode()
     def logits(self, prompt: Prompt) -> Tensor:
         """[T, V] without any cache: what the model says, and what every cache is held against."""
+        self._alive()
         tokens = torch.tensor(self.encode(prompt), device=self.engine.device)
         every = torch.arange(len(tokens), device=tokens.device)
         limits = torch.full_like(every, len(tokens))
@@ -156,26 +160,31 @@ class LLM:
         *,
         cached: bool = False,
     ) -> Trace:
-        """Named q, k, v, scores, weights, head outputs and hidden states of the layers and heads asked for."""
+        """Named q, k, v, scores, weights, head outputs and hidden states of the layers and heads asked for.
+
+        ``cached``: through a paged memory made for this call, in the model's dtype.  Others' requests wait meanwhile.
+        """
+        self._alive()
         tokens = self.encode(prompt)
         pieces = [str(t) if self.tokenizer is None else self.tokenizer.token_text(t) for t in tokens]
         every = range(self.model.config.decoder.layers)
-        for layer in layers or ():
+        chosen = list(every if layers is None else layers)
+        for layer in chosen:
             if layer not in every:
                 raise RequestError(f"layer {layer} is not one of 0..{every[-1]}")
-        for layer in layers or every:
             count = self.model.config.decoder.layer(layer).mixer.heads
             for head in heads or ():
                 if not 0 <= head < count:
                     raise RequestError(f"head {head} is not one of 0..{count - 1} of layer {layer}")
-        return trace(self.model, tokens, pieces, layers=list(layers or every), heads=heads, cached=cached)
+        with self._lock:  # the trace watches the model itself
+            return trace(self.model, tokens, pieces, layers=chosen, heads=heads, cached=cached)
 
     # ------------------------------------------------------------ text <-> ids
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; an empty text becomes the token that opens every document."""
         if not isinstance(prompt, str):
-            tokens = [int(token) for token in prompt]
+            tokens = _ids(prompt)
         elif self.tokenizer is None:
             raise RequestError("this model came without a tokenizer", "give token ids")
         else:
@@ -219,27 +228,41 @@ class LLM:
         tokens = self.encode(prompt)
         with self._lock:
             self._alive()
+            self._cancel_dropped()
             request = self.engine.submit(tokens, sampling)
             self._mail[request] = deque()
-        return _Collector(self, request, tokens, sampling)
+            return _Collector(self, request, tokens, sampling, self.engine.usage(request))
 
     def _next(self, request: int) -> Piece:
         """The request's next piece; whoever holds the lock steps the engine for everybody."""
         while True:
             with self._lock:
                 self._alive()
+                self._cancel_dropped()
                 box = self._mail[request]
                 if box:
                     return box.popleft()
-                for piece in self.engine.step():
+                pieces = self.engine.step()
+                if not pieces and self.engine.idle:
+                    raise EngineError(f"request {request} ended without saying so", "this is a bug in kvad")
+                for piece in pieces:
                     if piece.request in self._mail:
                         self._mail[piece.request].append(piece)
 
     def _drop(self, collectors: Sequence[_Collector]) -> None:
-        with self._lock:
-            for collector in collectors:
-                if self._mail.pop(collector.request, None) is not None and not self._closed:
-                    self.engine.cancel(collector.request)
+        """Cancel what is left of requests.  May be called from anywhere, a finaliser inside a step included."""
+        self._dropped.extend(collector.request for collector in collectors)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._cancel_dropped()
+            finally:
+                self._lock.release()
+
+    def _cancel_dropped(self) -> None:
+        while self._dropped:
+            request = self._dropped.popleft()
+            if self._mail.pop(request, None) is not None and not self._closed:
+                self.engine.cancel(request)
 
     def _forget(self, request: int) -> None:
         with self._lock:
@@ -253,8 +276,8 @@ class LLM:
 class _Collector:
     """Gathers one request's pieces into a Completion."""
 
-    def __init__(self, llm: LLM, request: int, tokens: list[int], sampling: Sampling) -> None:
-        self.llm, self.request, self.tokens, self.sampling = llm, request, tokens, sampling
+    def __init__(self, llm: LLM, request: int, tokens: list[int], sampling: Sampling, usage: EngineUsage) -> None:
+        self.llm, self.request, self.tokens, self.sampling, self.usage = llm, request, tokens, sampling, usage
         self._began, self._first = time.perf_counter(), 0.0
 
     def pieces(self) -> Iterator[Piece]:
@@ -283,7 +306,7 @@ class _Collector:
                 scores[piece.sample].append(piece.score)
             if piece.finish is not None:
                 reasons[piece.sample] = piece.finish
-        cached = self.llm.engine.usage(self.request).cached
+        cached = self.usage.cached
         self.llm._forget(self.request)
         samples = tuple(
             Sample(text, tuple(ids), tuple(score), reason)  # type: ignore[arg-type]
@@ -326,12 +349,23 @@ def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
 
 
 def _one_or_many(prompts: Any) -> tuple[bool, list[Any]]:
-    """(whether it is one prompt, the prompts): a text, a list of ids, or a list of either."""
+    """(whether it is one prompt, the prompts): a text, ids (a tensor or an array too), or a list of either.
+
+    An empty list is one empty prompt.
+    """
     if isinstance(prompts, str):
         return True, [prompts]
-    items = list(prompts)
-    one = not items or isinstance(items[0], int)
+    items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    one = not items or (not isinstance(items[0], (str, Sequence)) and not hasattr(items[0], "tolist"))
     return one, [items] if one else items
+
+
+def _ids(prompt: Any) -> list[int]:
+    """Token ids as plain integers; RequestError for what is none."""
+    try:
+        return [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+    except TypeError as error:
+        raise RequestError(f"prompt: expected text or token ids: {error}") from None
 
 
 def _text_score(tokens: Sequence[int], scores: Sequence[TokenScore]) -> TextScore:

@@ -23,7 +23,7 @@ from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScor
 from kvad.engine.runner import Runner
 from kvad.engine.sampler import FAULT, Job, sample, score_tokens
 from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
-from kvad.errors import RequestError
+from kvad.errors import KvadError, RequestError
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import Kernel
 from kvad.ops.heap import give_back
@@ -86,6 +86,7 @@ class Engine:
         self.times = StepTimes()
         self._limit, self._next = limit, 0
         self._texts: dict[tuple[int, int], _Text] = {}
+        self._undelivered: list[Piece] = []
 
     def submit(self, tokens: Sequence[int], sampling: Sampling, *, salt: str = "") -> int:
         """Queue a prompt and return the request's number.  RequestError names what cannot be served.
@@ -95,17 +96,23 @@ class Engine:
         self._check_ids(tokens, sampling)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model came without one", "use stop_tokens")
-        request = self._next
+        request, texts = self._next, []
+        if self.tokenizer is not None:
+            texts = [_Text(self.tokenizer, sampling) for _ in range(sampling.n)]
         root, stops = self._root(tokens, sampling, salt), self._stops(sampling)
         self.scheduler.add(request, tokens, sampling, root, stop_tokens=stops)
         self._next += 1
-        if self.tokenizer is not None:
-            for number in range(sampling.n):
-                self._texts[request, number] = _Text(self.tokenizer, sampling.stop)
+        self._texts.update({(request, number): text for number, text in enumerate(texts)})
         return request
 
     def step(self) -> list[Piece]:
-        """Run one plan; an empty list when there is nothing to do."""
+        """Run one plan; an empty list when there is nothing to do.
+
+        An exception ends the rows of its step; their pieces, which say so, come with the next call.
+        """
+        if self._undelivered:
+            pieces, self._undelivered = self._undelivered, []
+            return pieces
         began = time.perf_counter()
         plan = self.scheduler.plan()
         if plan is None:
@@ -113,11 +120,13 @@ class Engine:
         inside = time.perf_counter()
         try:
             logits = self.runner.run(plan)
-        except Exception:
-            self.scheduler.settle(plan, [Result(fault="the model failed")] * len(plan.work))
+            self.times.model += time.perf_counter() - inside
+            results = _results(plan, logits)
+        except BaseException as error:  # Ctrl-C too: the rows of this step end, the engine goes on
+            fault = Result(fault=f"the step failed: {type(error).__name__}: {error}")
+            self._undelivered = self._pieces(self.scheduler.settle(plan, [fault] * len(plan.work)))
             raise
-        self.times.model += time.perf_counter() - inside
-        events = self.scheduler.settle(plan, _results(plan, logits))
+        events = self.scheduler.settle(plan, results)
         self.times.steps += 1
         self.times.tokens += sum(event.token is not None for event in events)
         pieces = self._pieces(events)
@@ -172,36 +181,48 @@ class Engine:
         return hashlib.blake2b(f"{salt}\0{self.cache.dtype}\0{regime}".encode(), digest_size=16).digest()
 
     def _pieces(self, events: Sequence[Event]) -> list[Piece]:
-        pieces = []
-        for event in events:
-            text = self._texts.get((event.request, event.sample))
-            emitted, finish = "", event.finish
-            if text is not None:
-                emitted, stopped = text.push(event.token)
-                if stopped and finish is None:
-                    self.scheduler.finish(event.request, event.sample, "stop")
-                if stopped and finish in (None, "length"):
-                    finish = "stop"
-                if finish is not None:
-                    emitted += text.flush()
-                    del self._texts[event.request, event.sample]
-            pieces.append(
-                Piece(event.request, event.sample, emitted, event.token, event.score, event.prompt, finish, event.error)
-            )
-        return pieces
+        return [self._piece(event) for event in events]
+
+    def _piece(self, event: Event) -> Piece:
+        text = self._texts.get((event.request, event.sample))
+        emitted, finish, error = "", event.finish, event.error
+        if text is not None:
+            try:
+                emitted, finish = self._text_of(text, event)
+            except KvadError as failure:  # of this sample alone: a token that its tokenizer does not know, say
+                self.scheduler.finish(event.request, event.sample, "error")
+                finish, error = "error", str(failure)
+            if finish is not None:
+                del self._texts[event.request, event.sample]
+        return Piece(event.request, event.sample, emitted, event.token, event.score, event.prompt, finish, error)
+
+    def _text_of(self, text: _Text, event: Event) -> tuple[str, FinishReason | None]:
+        """What this event adds to its sample's text, and how the sample ends if it does."""
+        finish = event.finish
+        emitted, stopped = text.push(None if finish == "stop" else event.token)  # a stop token is no text
+        if stopped and finish is None:
+            self.scheduler.finish(event.request, event.sample, "stop")
+        if stopped and finish in (None, "length"):
+            finish = "stop"
+        return emitted + (text.flush() if finish is not None else ""), finish
 
 
 class _Text:
-    """One sample's text: bytes made whole, stop strings found across tokens."""
+    """One sample's text: bytes made whole, stop strings found across tokens once ``min_tokens`` have come."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._words, self._stops = Detokenizer(tokenizer), StopStrings(stop)
+    def __init__(self, tokenizer: Tokenizer, sampling: Sampling) -> None:
+        self._words, self._stops = Detokenizer(tokenizer), StopStrings(sampling.stop)
+        self._unstoppable = sampling.min_tokens
         self._stopped = False
 
     def push(self, token: int | None) -> tuple[str, bool]:
         if token is None:
             return "", False
-        text, stopped = self._stops.push(self._words.push(token))
+        text = self._words.push(token)
+        self._unstoppable -= 1
+        if self._unstoppable >= 0:
+            return text, False
+        text, stopped = self._stops.push(text)
         self._stopped = stopped is not None
         return text, self._stopped
 

@@ -8,7 +8,7 @@ a neighbour could change.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +27,8 @@ class Sampling:
 
     ``temperature`` 0 is greedy (ties: the lowest id).  Filters apply in this order: bans (``bad_words``,
     ``min_tokens``), ``logit_bias``, penalties, temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``.
+    ``max_tokens``: at most so many; the model's limit may end a sample before (finish reason "length" either way).
+    ``min_tokens``: before it, end tokens are banned and stop strings are not looked for.
     ``stop_tokens`` end a sample and are not part of its text; ``stop`` are strings, matched across token boundaries.
     ``ignore_eos`` goes on past the tokenizer's end tokens.  ``logprobs``: the number of alternatives reported beside
     the chosen token (0 = only the chosen one's, None = none); reported before temperature and filters.
@@ -85,6 +87,13 @@ def _check(s: Sampling) -> None:
     _number("repetition_penalty", s.repetition_penalty, 0, 100, above=True)
     _number("presence_penalty", s.presence_penalty, -100, 100)
     _number("frequency_penalty", s.frequency_penalty, -100, 100)
+    if not isinstance(s.logit_bias, Mapping):
+        raise RequestError(f"logit_bias: expected token ids with numbers, found {s.logit_bias!r}")
+    _sequence("stop", s.stop, str, "texts")
+    _sequence("stop_tokens", s.stop_tokens, int, "token ids")
+    _sequence("bad_words", s.bad_words, (tuple, list), "sequences of token ids")
+    for word in s.bad_words:
+        _sequence("bad_words", word, int, "token ids")
     for token, bias in s.logit_bias.items():
         _number(f"logit_bias[{token}]", bias, -1000, 1000)
     if s.max_tokens is not None and s.min_tokens > s.max_tokens:
@@ -93,6 +102,11 @@ def _check(s: Sampling) -> None:
         raise RequestError("stop: an empty string would stop at once")
     if any(not word for word in s.bad_words):
         raise RequestError("bad_words: an empty sequence")
+
+
+def _sequence(name: str, values: object, kind: type | tuple[type, ...], what: str) -> None:
+    if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(v, kind) for v in values):
+        raise RequestError(f"{name}: expected a list of {what}, found {values!r}")
 
 
 def _integer(name: str, value: object, low: int, high: int | None, *, optional: bool = False) -> None:

@@ -53,36 +53,48 @@ class Joint:
     """
 
     def __init__(self) -> None:
-        self._offsets: list[int] = []  # bytes from the pack's start to each layer's weight
         self._sizes: list[int] = []
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
 
     def __call__(self, x: Tensor, *layers: Linear) -> Sequence[Tensor]:
-        """x [.., in] -> one [.., out] per layer."""
-        if self._weight is None or not self._holds(self._weight.data_ptr(), layers):
+        """x [.., in] -> one [.., out] per layer.  Where gradients are wanted each layer has a product of its own: they
+        belong to its parameters, and the pack has none."""
+        if self._weight is None or torch.is_grad_enabled() or not self._holds(layers):
             return [layer(x) for layer in layers]
         return torch.split(linear(x, self._weight, self._bias), self._sizes, dim=-1)
 
     @torch.no_grad()
     def pack(self, *layers: Linear) -> None:
         """Join the weights; layers with a bias beside layers without stay as they are."""
-        weights, biases = (
-            [layer.weight.data for layer in layers],
-            [layer.bias.data for layer in layers if layer.bias is not None],
-        )
+        biases = [layer.bias.data for layer in layers if layer.bias is not None]
         if len(biases) not in (0, len(layers)):
             return
         self._sizes = [layer.out_features for layer in layers]
-        self._weight = torch.cat(weights)
+        self._weight = torch.cat([layer.weight.data for layer in layers])
         self._bias = torch.cat(biases) if biases else None
         for layer, share in zip(layers, self._weight.split(self._sizes), strict=True):
             layer.weight.data = share
         if self._bias is not None:
             for layer, share in zip(layers, self._bias.split(self._sizes), strict=True):
                 layer.bias.data = share
-        self._offsets = [layer.weight.data_ptr() - self._weight.data_ptr() for layer in layers]
 
-    def _holds(self, start: int, layers: Sequence[Linear]) -> bool:
-        """Whether the weights lie in the pack; its memory is alive, so nothing else can lie there."""
-        return all(layer.weight.data_ptr() - start == at for layer, at in zip(layers, self._offsets, strict=True))
+    def _holds(self, layers: Sequence[Linear]) -> bool:
+        """Whether every parameter lies in the pack; its memory is alive, so nothing else can lie there."""
+        assert self._weight is not None
+        at, step = self._weight.data_ptr(), self._weight.shape[1] * self._weight.element_size()
+        for layer, size in zip(layers, self._sizes, strict=True):
+            if layer.weight.data_ptr() != at:
+                return False
+            at += size * step
+        return self._holds_biases(layers)
+
+    def _holds_biases(self, layers: Sequence[Linear]) -> bool:
+        if self._bias is None:
+            return all(layer.bias is None for layer in layers)
+        at = self._bias.data_ptr()
+        for layer, size in zip(layers, self._sizes, strict=True):
+            if layer.bias is None or layer.bias.data_ptr() != at:
+                return False
+            at += size * self._bias.element_size()
+        return True
