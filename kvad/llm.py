@@ -10,6 +10,7 @@ one engine and one batch, and whichever thread holds the lock drives it.  As a c
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import threading
 import time
@@ -31,7 +32,7 @@ from kvad.engine.engine import Engine, Piece
 from kvad.engine.request import Sampling, TokenScore
 from kvad.engine.row import Usage as EngineUsage
 from kvad.engine.trace import Trace, trace
-from kvad.errors import EngineError, NumericalError, RequestError
+from kvad.errors import EngineError, NumericalError, RequestError, nearest
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
@@ -333,11 +334,14 @@ def _computed_dtype(checkpoint: Checkpoint, dtype: str | None, device: str) -> s
 
 def default_cache(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
     """Paged, in the dtype that the model computes in, eight rows of the model's limit."""
+    known = [f.name for f in dataclasses.fields(CacheConfig)]
+    for name in fields:
+        if name not in known:
+            raise RequestError(f"unknown option {name!r} of the cache", nearest(name, known))
     chosen: dict[str, Any] = {"capacity": model.limit, "dtype": dtype, **fields}
-    try:
-        return CacheConfig(**chosen)
-    except TypeError as error:
-        raise RequestError(f"cache: {error}") from error
+    if chosen["capacity"] > model.limit:
+        raise RequestError(f"a context of {chosen['capacity']} tokens exceeds the model's limit of {model.limit}")
+    return CacheConfig(**chosen)
 
 
 def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:

@@ -26,7 +26,11 @@ TOKENS = (64, 128, 256, 512)
 
 @click.group()
 def bench() -> None:
-    """Time a model, with its cache and without."""
+    """Time a model, with its cache and without.
+
+    \b
+    kvad bench cache runs/demo
+    """
 
 
 @bench.command()

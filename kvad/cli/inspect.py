@@ -60,6 +60,10 @@ def inspect(
         raise click.UsageError("--tensors and --attention are two questions: ask one of them.")
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json and --format {form} both given.")
+    if form is None and out is not None and not as_json:
+        form = {".svg": "svg", ".json": "json", ".txt": "terminal"}.get(out.suffix)
+        if form is None:
+            raise UsageError(f"{out}: its ending names no format", "name it .svg, .json or .txt, or give --format")
     drawing = _draw(
         model, attention, layers, heads, cached, "json" if as_json else form or "terminal", to_file=bool(out)
     )

@@ -39,11 +39,13 @@ def plot(
     \b
     kvad plot runs/x/metrics.jsonl
     kvad plot a/metrics.jsonl b/metrics.jsonl --y val_loss -o compare.svg
-    kvad plot bench.jsonl --x tokens --y seconds --by memory --log-x -o bench.png
+    kvad plot bench.jsonl --x tokens --y seconds --by curve --log-x -o bench.png
     """
     from kvad.lab.plot import draw, draw_loss, read_lines, series_of
 
     targets = list(out) or [files[0].with_suffix(".png"), files[0].with_suffix(".svg")]
+    if not y and (x != "step" or by or log_x or log_y):
+        raise UsageError("--x, --by, --log-x and --log-y need --y: the key to draw", "leave them out for a loss curve")
     if not y and len(files) == 1:
         read_lines(files[0])
         drawn = draw_loss(files[0], targets, title=title)

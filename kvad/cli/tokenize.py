@@ -32,11 +32,12 @@ def tokenize(source: Path, text: str | None, ids: bool, decode: bool, as_json: b
     kvad tokenize runs/demo --ids < file.py
     kvad tokenize runs/demo --decode "12 7 99"
     """
+    from kvad.checkpoint.folder import is_run, locate
     from kvad.text.tokenizer import load_tokenizer
 
     if ids and decode:
         raise click.UsageError("--ids and --decode exclude each other: one prints ids, the other reads them.")
-    tokenizer = load_tokenizer(source)
+    tokenizer = load_tokenizer(locate(source) if is_run(source) else source)
     text = read_stdin() if text is None or text == "-" else text
     tokens = _numbers(text) if decode else tokenizer.encode(text)
     spelled = tokenizer.decode(tokens, skip_specials=False) if decode else text

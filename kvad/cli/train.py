@@ -48,7 +48,7 @@ PLACES = {
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The run's folder.")
 @click.option("--config", "run_file", type=click.Path(path_type=Path), help="A run file (TOML); flags go before it.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a key of the model's config.")
-@click.option("--preset", help="Model shape: tiny, small, medium, base.  [default: small]")
+@click.option("--preset", help="Model shape: tiny, small, demo, medium, base.  [default: small]")
 @click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load.  [default: bpe]")
 @click.option("--vocab-size", type=int, help="Ceiling of the vocabulary.  [default: 4096]")
 @click.option("--context", type=int, help="Tokens of a training row.  [default: 256]")

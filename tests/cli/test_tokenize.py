@@ -91,3 +91,15 @@ def test_it_needs_no_torch(model):
         "tokenize", str(model), "hi", code="import atexit\natexit.register(lambda: print('torch' in sys.modules))"
     )
     assert ran.returncode == 0 and ran.stdout.endswith("False\n"), ran
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path, capsys):
+    from kvad.checkpoint.native import save_step
+    from kvad.cli.main import main
+    from kvad.text.tokenizer import train_tokenizer
+    from tests.models import build, model_config
+
+    tokenizer, model = train_tokenizer("char", ["abc"]), build(model_config())
+    save_step(tmp_path / "run", 3, model.config, model.state_dict(), tokenizer)
+    assert main(["tokenize", str(tmp_path / "run"), "abba", "--ids"]) == 0
+    assert capsys.readouterr().out.split() == [str(token) for token in tokenizer.encode("abba")]
