@@ -78,6 +78,9 @@ class WatchedCache(Watched):
         assert self.cache is not None
         self.cache.apply(moves)
 
+    def leaves(self) -> list[Tensor]:
+        return [] if self.cache is None else self.cache.leaves()
+
 
 class _WatchedView:
     def __init__(self, watched: Watched, layer: int, view: View) -> None:

@@ -96,6 +96,11 @@ class Stack(nn.Module):
             self._constants[letter, device] = self._constant(letter, position, device)
         return self._constants[letter, device]
 
+    def constants(self) -> list[Tensor]:
+        """What positions need beside parameters, as far as it has been made."""
+        kept = self._constants.values()
+        return [e.inv_freq if isinstance(e, Rotary) else e.slopes for e in kept if isinstance(e, (Rotary, Slopes))]
+
     def _constant(self, letter: str, position: cfg.Rope | cfg.Alibi | None, device: torch.device) -> Encoding:
         mixer = self.spec.kinds[letter].mixer
         if isinstance(position, cfg.Alibi):
@@ -135,6 +140,10 @@ class Transformer(nn.Module):
         """hidden [T, E], at [N] (indices in T) -> [N, V]."""
         out: Tensor = self.head(hidden.index_select(0, at), self.embed.tokens.weight)
         return out
+
+    def leaves(self) -> list[Tensor]:
+        """Every tensor that a step reads: parameters, and the constants that positions need (after the first step)."""
+        return [*self.parameters(), *self.decoder.constants()]
 
     def pack(self) -> None:
         """Join the weights that share an input (q, k, v; gate, up), for speed; what the model says and stores stays."""
