@@ -36,6 +36,7 @@ __all__ = [
     "SaveError",
     "TokenizerError",
     "UsageError",
+    "counted",
     "nearest",
 ]
 
@@ -99,6 +100,11 @@ class NumericalError(EngineError):
 
 class CacheError(EngineError):
     pass
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """``1 token``, ``2,048 tokens``; ``plural`` where it does not end in a plain s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -13,9 +13,8 @@ from __future__ import annotations
 import dataclasses
 import operator
 import threading
-import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
@@ -25,14 +24,14 @@ from torch import Tensor
 
 from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.native import Checkpoint, load, load_model
+from kvad.checkpoint.native import DTYPES, Checkpoint, load, load_model
 from kvad.config import ModelConfig
 from kvad.engine.completion import Completion, Sample, TextScore, Timings, Usage
 from kvad.engine.engine import Engine, Piece
 from kvad.engine.request import Sampling, TokenScore
 from kvad.engine.row import Usage as EngineUsage
 from kvad.engine.trace import Trace, trace
-from kvad.errors import EngineError, NumericalError, RequestError, nearest
+from kvad.errors import ConfigError, EngineError, NumericalError, RequestError, UsageError, nearest
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
@@ -60,29 +59,32 @@ class LLM:
     def load(
         path: str | Path,
         *,
-        dtype: str | None = None,
-        device: str = "cpu",
+        dtype: str | torch.dtype | None = None,
+        device: str | torch.device = "cpu",
         memory: CacheConfig | None = None,
-        cache_dtype: str | None = None,
+        cache_dtype: str | torch.dtype | None = None,
         **cache: Any,
     ) -> LLM:
         """Load a checkpoint folder.
 
         ``dtype``: what the model computes in (default: what the checkpoint stores).  ``memory``: the cache's
         configuration; or its fields as keywords (``rows=4, capacity=2048, layout="contiguous"``), its dtype as
-        ``cache_dtype`` (default: the model's).  Raises CheckpointError for a folder that is not a whole checkpoint,
-        ConfigError for a cache that cannot be, MemoryPlanError (before it is allocated) for one that would not fit.
+        ``cache_dtype`` (default: the model's).  Dtypes go by name or as torch's own.  Raises CheckpointError for a
+        folder that is not a whole checkpoint, UsageError for a device that is not there, ConfigError for a dtype or a
+        cache that cannot be, MemoryPlanError (before it is allocated) for one that would not fit.
         """
+        dtype, cache_dtype = _dtype_name("dtype", dtype), _dtype_name("cache.dtype", cache_dtype)
+        where = _device(device)
         if memory is not None and (cache or cache_dtype is not None):
             raise RequestError(
                 f"memory= and {next(iter(cache), 'cache_dtype')}= both given", "put it in the CacheConfig"
             )
         checkpoint = load(Path(path))
-        computed = _computed_dtype(checkpoint, dtype, device)
+        computed = _computed_dtype(checkpoint, dtype, where)
         config = memory if memory is not None else default_cache(checkpoint.config, cache_dtype or computed, **cache)
-        if torch.device(device).type == "cpu":
+        if where.type == "cpu":
             require(plan_memory(checkpoint.config, config, weights_dtype=computed), available_bytes())
-        model, checkpoint = load_model(Path(path), dtype=dtype, device=device)
+        model, checkpoint = load_model(Path(path), dtype=dtype, device=where)
         return LLM(model, checkpoint.tokenizer, config)
 
     # ------------------------------------------------------------ text out
@@ -279,7 +281,6 @@ class _Collector:
 
     def __init__(self, llm: LLM, request: int, tokens: list[int], sampling: Sampling, usage: EngineUsage) -> None:
         self.llm, self.request, self.tokens, self.sampling, self.usage = llm, request, tokens, sampling, usage
-        self._began, self._first = time.perf_counter(), 0.0
 
     def pieces(self) -> Iterator[Piece]:
         left = self.sampling.n
@@ -288,8 +289,6 @@ class _Collector:
             if piece.error is not None:
                 kind = NumericalError if piece.error.startswith("numerical") else EngineError
                 raise kind(f"request {self.request}, sample {piece.sample}: {piece.error}")
-            if piece.token is not None and not self._first:
-                self._first = time.perf_counter()
             left -= piece.finish is not None
             yield piece
 
@@ -314,22 +313,49 @@ class _Collector:
             for text, ids, score, reason in zip(texts, tokens, scores, reasons, strict=True)
         )
         count = sum(map(len, tokens))
-        return Completion(samples, Usage(len(self.tokens), count, cached), self._timings(count), tuple(prompt))
-
-    def _timings(self, count: int) -> Timings:
-        end = time.perf_counter()
-        first = (self._first or end) - self._began
-        decode = end - self._began - first
-        return Timings(first, end - self._began, (count - 1) / decode if count > 1 and decode > 0 else 0.0)
+        return Completion(samples, Usage(len(self.tokens), count, cached), _timings(self.usage, count), tuple(prompt))
 
 
-def _computed_dtype(checkpoint: Checkpoint, dtype: str | None, device: str) -> str:
+def _timings(usage: EngineUsage, count: int) -> Timings:
+    """By the stamps of the engine: other requests may have kept the collector waiting."""
+    assert usage.finished is not None, "the request has not ended"
+    first = usage.finished if usage.first_token is None else usage.first_token
+    decode = usage.finished - first
+    rate = (count - 1) / decode if count > 1 and decode > 0 else 0.0
+    return Timings(first - usage.arrived, usage.finished - usage.arrived, rate)
+
+
+def _dtype_name(where: str, dtype: Any) -> str | None:
+    """``torch.float32`` and ``"float32"`` are "float32".  ConfigError for what no model computes in."""
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if name is None or (isinstance(name, str) and name in DTYPES):
+        return name
+    raise ConfigError(f"{where}: unknown dtype {name!r}", nearest(str(name), DTYPES))
+
+
+def _device(device: Any) -> torch.device:
+    """UsageError for what is no device, or none that is there."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise UsageError(f"unknown device {device!r}", "write 'cpu', 'cuda' or 'cuda:1'") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device {str(found)!r}: this torch finds no CUDA device here", "leave device= out: the CPU")
+    try:
+        torch.zeros(1, device=found).item()
+    except (AssertionError, RuntimeError) as error:  # NotImplementedError of a backend that is not built in, too
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"device {str(found)!r} cannot be used here: {reason}", "leave device= out: the CPU") from None
+    return found
+
+
+def _computed_dtype(checkpoint: Checkpoint, dtype: str | None, device: torch.device) -> str:
     """What the model will compute in: as asked, else as stored (float16 is widened on a CPU)."""
     if dtype is not None:
         return dtype
     embedding = checkpoint.tensors.get("embed.tokens.weight")  # mapped, not read; load_model names it when missing
     stored = "float32" if embedding is None else str(embedding.dtype).removeprefix("torch.")
-    return "float32" if stored == "float16" and torch.device(device).type == "cpu" else stored
+    return "float32" if stored == "float16" and device.type == "cpu" else stored
 
 
 def default_cache(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
@@ -347,6 +373,8 @@ def default_cache(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
 def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
     if sampling is None:
         return Sampling.of(**options)
+    if not isinstance(sampling, Sampling):
+        raise RequestError(f"sampling: expected a Sampling, found {sampling!r}", "give its fields as keywords")
     if options:
         raise RequestError(f"sampling= and {next(iter(options))}= both given", "put it in the Sampling")
     return sampling
@@ -359,7 +387,10 @@ def _one_or_many(prompts: Any) -> tuple[bool, list[Any]]:
     """
     if isinstance(prompts, str):
         return True, [prompts]
-    items = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
+    items = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(items, Iterable):
+        raise RequestError(f"prompt: expected text or token ids, found {prompts!r}", "give 'text', [1, 2] or a list")
+    items = list(items)
     one = not items or (not isinstance(items[0], (str, Sequence)) and not hasattr(items[0], "tolist"))
     return one, [items] if one else items
 

@@ -19,6 +19,7 @@ from kvad.errors import (
     NumericalError,
     RequestError,
     TokenizerError,
+    UsageError,
 )
 from kvad.llm import LLM
 from tests.cli.checkpoint import LIMIT, write_model
@@ -69,6 +70,18 @@ def test_generate_is_what_the_model_says_without_a_cache(llm):
     assert (done.usage.prompt, done.usage.completion) == (len(PROMPT), 12)
     assert 0 < done.timings.first_token <= done.timings.total and done.timings.tokens_per_second > 0
     assert len(done.samples) == 1 and done.samples[0].text == done.text and done.prompt_logprobs == ()
+
+
+def test_timings_are_the_requests_own_and_not_those_of_who_waits(llm, monkeypatch):
+    """On a clock that counts steps: the long one is drained first, and the short one had long been done."""
+    steps = llm.engine.scheduler.stats
+    monkeypatch.setattr(llm.engine.scheduler, "_clock", lambda: float(steps().steps))
+    collectors = [llm._submit(PROMPT, Sampling(max_tokens=n, temperature=0, ignore_eos=True)) for n in (40, 4)]
+    long, short = (collector.finish().timings for collector in collectors)
+    assert (long.total, short.total) == (39 + long.first_token, 3 + short.first_token)
+    assert long.tokens_per_second == short.tokens_per_second == 1.0
+    nothing = llm.generate(PROMPT, max_tokens=0).timings
+    assert nothing.first_token == nothing.total and nothing.tokens_per_second == 0.0
 
 
 def test_text_or_ids_one_or_many(llm):
@@ -343,6 +356,36 @@ def test_load_refuses_what_cannot_be(folder, options, error, says):
     assert says in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"dtype": "foo"}, "dtype: unknown dtype 'foo'"),
+        ({"dtype": "float23"}, "did you mean 'float32'"),
+        ({"dtype": 5}, "unknown dtype 5"),
+        ({"dtype": torch.int8}, "unknown dtype 'int8'"),
+        ({"dtype": "float16"}, "float16 is for storage only on a CPU"),
+        ({"dtype": torch.float16}, "float16 is for storage only on a CPU"),
+        ({"cache_dtype": 5}, "cache.dtype: unknown dtype 5"),
+        ({"cache_dtype": torch.int8}, "cache.dtype: unknown dtype 'int8'"),
+        ({"device": "cuda"}, "device 'cuda': this torch finds no CUDA device here"),
+        ({"device": "cuda:1"}, "device 'cuda:1': this torch finds no CUDA device here"),
+        ({"device": "foo"}, "unknown device 'foo'"),
+        ({"device": None}, "unknown device None"),
+        ({"device": "meta"}, "device 'meta' cannot be used here"),
+    ],
+)
+def test_load_refuses_a_dtype_or_a_device_that_is_not_there(folder, monkeypatch, options, says):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError) as caught:
+        LLM.load(folder, **options)
+    assert says in str(caught.value) and caught.value.hint
+
+
+def test_load_takes_dtypes_and_devices_of_torch(folder):
+    with LLM.load(folder, dtype=torch.float64, cache_dtype=torch.float16, device=torch.device("cpu")) as llm:
+        assert (llm.model.embed.tokens.weight.dtype, llm.cache.dtype) == (torch.float64, "float16")
+
+
 def test_load_refuses_a_folder_that_is_no_checkpoint(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(CheckpointError):
@@ -371,6 +414,11 @@ def test_the_pool_is_what_plan_says(folder):
         ("a", {"stop": ("",)}, "stop: an empty string"),
         ("a", {"logit_bias": {999: 1.0}}, "logit_bias: token id 999"),
         ("a", {"sampling": Sampling(), "max_tokens": 2}, "sampling= and max_tokens= both given"),
+        ("a", {"sampling": 5}, "sampling: expected a Sampling, found 5"),
+        (5, {}, "prompt: expected text or token ids"),
+        (None, {}, "prompt: expected text or token ids"),
+        (torch.tensor(5), {}, "prompt: expected text or token ids"),
+        ([[1], 5], {}, "prompt: expected text or token ids"),
     ],
 )
 def test_requests_that_cannot_be(llm, prompt, options, says):

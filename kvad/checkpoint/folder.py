@@ -1,22 +1,39 @@
-"""Where a checkpoint is, and the small files in it: what can be asked without torch.
+"""Where a checkpoint is, its small files, and whether its files are those that were saved: what needs no torch.
 
 A *checkpoint* is a folder with a ``config.json``; a *run* is a folder with ``checkpoints/step-N/`` in it, and stands
-for its newest step.  ``locate`` takes either.  Standard library only.
+for its newest step.  ``locate`` takes either.  The manifest says of every file how long it is and its sha256.  Standard
+library only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvad.checkpoint.atomic import survivor
 from kvad.errors import CheckpointError
 
-__all__ = ["CONFIG", "MANIFEST", "MODEL", "TRAINING", "is_run", "locate", "read_json", "steps_of"]
+__all__ = [
+    "CONFIG",
+    "FORMAT",
+    "MANIFEST",
+    "MODEL",
+    "TRAINING",
+    "check_file",
+    "entry_of",
+    "is_run",
+    "locate",
+    "read_json",
+    "read_manifest",
+    "steps_of",
+]
 
 CONFIG, MANIFEST, MODEL, TRAINING = "config.json", "manifest.json", "model.safetensors", "training"
+FORMAT = 1  # of the manifest
 
 _STEP = re.compile(r"step-\d+")
 _REPLACED = re.compile(r"\.step-\d+\.\d+\.[0-9a-f]{8}\.old")
@@ -72,3 +89,64 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected an object, found a {type(content).__name__}")
     return content
+
+
+# ---------------------------------------------------------------- the manifest
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """What the manifest says of a file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """Name -> entry of a checkpoint folder's files.  Raises CheckpointError for a manifest that is missing or none."""
+    content = read_json(path / MANIFEST)
+    files = content.get("files")
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{path / MANIFEST}: format {content.get('format')!r}, this kvad reads {FORMAT}")
+    if not isinstance(files, dict) or MODEL not in files or not all(map(_is_entry, files.values())):
+        raise CheckpointError(f"{path / MANIFEST} does not list the checkpoint's files")
+    return files
+
+
+def _is_entry(value: object) -> bool:
+    return isinstance(value, dict) and type(value.get("bytes")) is int and isinstance(value.get("sha256"), str)
+
+
+def check_file(path: Path, entry: Mapping[str, Any], *, verify: bool = False) -> None:
+    """Tensor files must have their size; text may have been edited by hand, unless ``verify`` asks.
+
+    Raises CheckpointError that says whether the file is missing, cut off, or another than its manifest's.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", "the checkpoint is not whole: copy it again")
+    size, saved = path.stat().st_size, entry["bytes"]
+    if size != saved and (verify or path.suffix == ".safetensors"):
+        if size < saved and path.suffix == ".safetensors" and _is_cut_off(path, size):
+            raise CheckpointError(f"{path} is truncated: {size:,} of {saved:,} bytes are there", _others(path))
+        raise CheckpointError(f"{path} differs from its manifest: {size:,} bytes, not {saved:,}", _others(path))
+    if verify and entry_of(path)["sha256"] != entry["sha256"]:
+        raise CheckpointError(f"{path} differs from its manifest: the size is right, the sha256 is not", _others(path))
+
+
+def _is_cut_off(path: Path, size: int) -> bool:
+    """Whether a safetensors file ends before its last tensor does (the format: ``lab/headers.py``)."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 + length:
+            return True
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            return size < 8 + length + max(ends, default=0)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            return False  # whole or not, it is another file
+
+
+def _others(path: Path) -> str:
+    """The hint: older checkpoints of the same run, if there are any."""
+    step = next((parent for parent in path.parents if parent.name.startswith("step-")), None)
+    others = [other for other in steps_of(step.parent.parent) if other != step] if step is not None else []
+    return f"an older one is {others[-1]}" if others else "copy it again"

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,7 +32,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvad.checkpoint.atomic import discard, new_folder, refused, sweep
-from kvad.checkpoint.folder import CONFIG, MANIFEST, MODEL, TRAINING, locate, read_json, steps_of
+from kvad.checkpoint.folder import (
+    CONFIG,
+    FORMAT,
+    MANIFEST,
+    MODEL,
+    TRAINING,
+    check_file,
+    entry_of,
+    locate,
+    read_json,
+    read_manifest,
+    steps_of,
+)
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, ConfigError, UsageError, nearest
 from kvad.model.transformer import Transformer
@@ -41,7 +53,6 @@ from kvad.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Checkpoint", "Tensors", "Training", "check_tensors", "load", "load_model", "save", "save_step"]
 
-FORMAT = 1
 DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -86,7 +97,7 @@ def save(
             (new / TRAINING).mkdir()
             _write_json(new / TRAINING / "state.json", training.state)
             _write_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
-        files = {path.relative_to(new).as_posix(): _entry(path) for path in sorted(new.rglob("*")) if path.is_file()}
+        files = {path.relative_to(new).as_posix(): entry_of(path) for path in sorted(new.rglob("*")) if path.is_file()}
         _write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
 
 
@@ -123,11 +134,6 @@ def _write_tensors(folder: Path, path: Path, tensors: Mapping[str, Tensor]) -> N
         save_file(plain, path)
     except SafetensorError as error:  # the library's name for what the disk says
         raise refused(folder, OSError(str(error))) from error
-
-
-def _entry(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 # ---------------------------------------------------------------- reading
@@ -197,10 +203,13 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-def load(folder: Path, *, verify: bool = False) -> Checkpoint:
+Verify = bool | Literal["tensors"]
+
+
+def load(folder: Path, *, verify: Verify = False) -> Checkpoint:
     """Look at a checkpoint folder, or at the newest one of a run; no tensor is read.
 
-    ``verify``: compare every file with its sha256.  Raises CheckpointError for a folder that is not a whole
+    ``verify``: compare every file with its sha256; ``"tensors"``: only those, as text may be edited by hand.  Raises CheckpointError for a folder that is not a whole
     checkpoint, ConfigError naming the file and the key for a config that cannot be.
     """
     path = locate(Path(folder))
@@ -209,14 +218,15 @@ def load(folder: Path, *, verify: bool = False) -> Checkpoint:
     except ConfigError as error:
         where = "" if str(path) in error.message else f"{path / CONFIG}: "
         raise ConfigError(where + error.message, error.hint) from error
-    files = _manifest(path)
+    files = read_manifest(path)
     for name, entry in files.items():
-        _check_file(path / name, entry, verify)
+        tensors = name.endswith(".safetensors")
+        check_file(path / name, entry, verify=verify is True or (verify == "tensors" and tensors))
     return Checkpoint(path, config, files)
 
 
 def load_model(
-    folder: Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu", *, verify: bool = False
+    folder: Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu", *, verify: Verify = False
 ) -> tuple[Transformer, Checkpoint]:
     """The model of a checkpoint, on ``device``, in ``dtype``, for inference: eval mode, no gradients.
 
@@ -248,39 +258,6 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype
             "compute in bfloat16 or float32",
         )
     return chosen
-
-
-def _manifest(path: Path) -> dict[str, dict[str, Any]]:
-    content = read_json(path / MANIFEST)
-    files = content.get("files")
-    if content.get("format") != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST}: format {content.get('format')!r}, this kvad reads {FORMAT}")
-    if not isinstance(files, dict) or MODEL not in files or not all(map(_is_entry, files.values())):
-        raise CheckpointError(f"{path / MANIFEST} does not list the checkpoint's files")
-    return files
-
-
-def _is_entry(value: object) -> bool:
-    return isinstance(value, dict) and type(value.get("bytes")) is int and isinstance(value.get("sha256"), str)
-
-
-def _check_file(path: Path, entry: Mapping[str, Any], verify: bool) -> None:
-    """Tensor files must have their size; text may have been edited by hand, unless ``verify`` asks."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing", "the checkpoint is not whole: copy it again")
-    size, saved = path.stat().st_size, entry["bytes"]
-    if size != saved and (verify or path.suffix == ".safetensors"):
-        kind = "truncated" if size < saved else "not the file that was saved"
-        raise CheckpointError(f"{path} is {kind}: it has {size} bytes, {saved} were saved", _others(path))
-    if verify and _entry(path)["sha256"] != entry["sha256"]:
-        raise CheckpointError(f"{path} is not what was saved: its sha256 differs from the manifest's", _others(path))
-
-
-def _others(path: Path) -> str:
-    """The hint: older checkpoints of the same run, if there are any."""
-    step = next((parent for parent in path.parents if parent.name.startswith("step-")), None)
-    others = [other for other in steps_of(step.parent.parent) if other != step] if step is not None else []
-    return f"an older one is {others[-1]}" if others else "copy it again"
 
 
 def check_tensors(found: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:

@@ -30,7 +30,7 @@ from kvad.cli.running import (
     stats_lines,
 )
 from kvad.cli.sampling import read_sampling, sampling_options, with_bad_words
-from kvad.errors import DataError, KvadError, RequestError, UsageError, nearest
+from kvad.errors import DataError, KvadError, RequestError, UsageError, counted, nearest
 from kvad.text.detokenize import Detokenizer
 
 if TYPE_CHECKING:
@@ -131,6 +131,11 @@ class _Chat:
     def tokens(self) -> list[int]:
         return [token for turn in self.turns for token in (*turn.typed_ids, *turn.reply_ids)]
 
+    @property
+    def limit(self) -> int:
+        """Tokens that the context holds, the reply included."""
+        return min(self.llm.model.config.limit, self.llm.cache.capacity)
+
     def take(self, line: str) -> bool:
         """One line typed; False: leave."""
         if not line.startswith("/"):
@@ -153,10 +158,18 @@ class _Chat:
         return name != "/quit"
 
     def reply(self, line: str) -> None:
-        """Add the line to the text and let the model go on; nothing is kept of a turn that fails."""
+        """Add the line to the text and let the model go on; nothing is kept of a turn that fails.
+
+        RequestError: the text with this line leaves no room for a reply.
+        """
         typed = self._entered(line)
         ids = tuple(self.tokenizer.encode(typed))
         prompt = self.tokens + list(ids)
+        if len(prompt) >= self.limit:
+            raise RequestError(
+                f"no room for a reply: {counted(len(prompt), 'token')} with this line, in a context of {self.limit}",
+                "/undo takes back the last turn" if self.turns else "shorten it",
+            )
         note_empty(self.llm, prompt)
         meter, text, tokens = Meter(self.llm), "", list[int]()
         with Interrupt() as stop, closing(self.llm.stream(prompt, self.sampling)) as pieces:
@@ -171,6 +184,8 @@ class _Chat:
         click.echo()
         self.last = meter.stats()
         self.turns.append(_Turn(typed, ids, text, self._kept(text, tokens)))
+        if len(prompt) + len(tokens) >= self.limit:
+            _say(f"the context of {counted(self.limit, 'token')} is full: /undo takes back the last turn")
 
     def _kept(self, text: str, tokens: Sequence[int]) -> tuple[int, ...]:
         """The ids that stand for the reply: without what the end of a document or a stop string cut off."""
@@ -200,12 +215,13 @@ class _Chat:
     def kv(self) -> str:
         ledger = self.llm.engine.ledger.stats()
         held = self.last.cached_tokens if self.last is not None else 0
+        hits, misses = counted(ledger.hits, "hit"), counted(ledger.misses, "miss", "misses")
         return "\n".join(
             [
                 *cache_lines(group_use(self.llm)),
-                f"this chat: {len(self.tokens)} tokens of at most {self.llm.model.config.limit}",
+                f"this chat: {counted(len(self.tokens), 'token')} of at most {self.limit}",
                 f"the last turn: {held} of its tokens were in the cache",
-                f"prefix cache: {ledger.hits} hits, {ledger.misses} misses, {ledger.hit_tokens} tokens reused in all",
+                f"prefix cache: {hits}, {misses}, {counted(ledger.hit_tokens, 'token')} reused in all",
             ]
         )
 
@@ -213,7 +229,8 @@ class _Chat:
         if not self.turns:
             raise UsageError("there is no turn to take back")
         self.turns.pop()
-        _say(f"{len(self.turns)} turns are left")
+        left = len(self.turns)
+        _say(f"{counted(left, 'turn')} {'is' if left == 1 else 'are'} left")
 
     def save(self, path: Path) -> None:
         """JSON, written beside and renamed: what was there before stays whole if the disk refuses."""
@@ -223,7 +240,7 @@ class _Chat:
         ids = [{"typed": list(turn.typed_ids), "reply": list(turn.reply_ids)} for turn in self.turns]
         content = {"kvad_chat": FORMAT, "tokenizer": self.tokenizer.fingerprint(), "turns": turns, "ids": ids}
         write_text(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
-        _say(f"{len(turns)} turns are in {path}")
+        _say(f"{counted(len(turns), 'turn')} {'is' if len(turns) == 1 else 'are'} in {path}")
 
     def load(self, path: Path) -> None:
         """Replace this chat by a saved one.  Ids of another tokenizer are made anew from the texts."""
@@ -237,7 +254,7 @@ class _Chat:
             self.turns = self._turns(content)
         except (AttributeError, KeyError, TypeError, ValueError):
             raise UsageError(f"{path} is not a chat that /save wrote") from None
-        _say(f"{len(self.turns)} turns, {len(self.tokens)} tokens from {path}")
+        _say(f"{counted(len(self.turns), 'turn')}, {counted(len(self.tokens), 'token')} from {path}")
 
     def _turns(self, content: Any) -> list[_Turn]:
         if content["kvad_chat"] != FORMAT:

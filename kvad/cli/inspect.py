@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvad.cli.common import emit_json, format_bytes, json_option, model_argument
-from kvad.errors import UsageError
+from kvad.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from kvad.lab.inspect import Summary
@@ -22,6 +22,7 @@ FORMATS = ("terminal", "svg", "json")
 @click.command()
 @model_argument
 @click.option("--tensors", is_flag=True, help="List every tensor: dtype, shape, bytes.")
+@click.option("--check", is_flag=True, help="Read every file and compare its sha256 with the manifest's.")
 @click.option("--attention", metavar="TEXT", help="Draw who looks at whom while reading TEXT (loads the model).")
 @click.option(
     "--layer", "layers", multiple=True, metavar="I", help="Of the drawing; repeatable, or 'all' [default: 0]."
@@ -34,6 +35,7 @@ FORMATS = ("terminal", "svg", "json")
 def inspect(
     model: Path,
     tensors: bool,
+    check: bool,
     attention: str | None,
     layers: tuple[str, ...],
     heads: tuple[str, ...],
@@ -44,20 +46,23 @@ def inspect(
 ) -> None:
     """What is in a checkpoint: config, parameters, tensors, memory, tokenizer, training.
 
-    Only headers are read.  Exit code 1 when tensors are missing or do not fit the config.
+    Only headers are read, unless --check reads it all.  Exit code 1 when there is no manifest, or when files or tensors
+    are missing or do not fit manifest and config; 2 when --check finds another file than the one that was saved.
 
     \b
     kvad inspect runs/demo --tensors
+    kvad inspect runs/demo --check
     kvad inspect runs/demo --attention "def add(a, b):" --layer 2 --head all
     """
     if attention is None:
         for name, given in (("layer", layers), ("head", heads), ("cached", cached), ("format", form), ("out", out)):
             if given:
                 raise click.UsageError(f"--{name} belongs to a drawing: give --attention TEXT too.")
-        _show(model, tensors, as_json)
+        _show(model, tensors, check, as_json)
         return
-    if tensors:
-        raise click.UsageError("--tensors and --attention are two questions: ask one of them.")
+    for name, asked in (("tensors", tensors), ("check", check)):
+        if asked:
+            raise click.UsageError(f"--{name} and --attention are two questions: ask one of them.")
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json and --format {form} both given.")
     if form is None and out is not None and not as_json:
@@ -73,10 +78,10 @@ def inspect(
         out.write_text(drawing.rstrip("\n") + "\n", encoding="utf-8")
 
 
-def _show(model: Path, tensors: bool, as_json: bool) -> None:
+def _show(model: Path, tensors: bool, check: bool, as_json: bool) -> None:
     from kvad.lab.inspect import summarise, to_json
 
-    summary = summarise(model)
+    summary = summarise(model, check=check)
     if as_json:
         emit_json(to_json(summary))
     else:
@@ -92,7 +97,7 @@ def _page(summary: Summary, tensors: bool) -> list[str]:
     dtypes = sorted({tensor.dtype for tensor in summary.tensors})
     size = sum(tensor.bytes for tensor in summary.tensors)
     cache = summary.plan.cache
-    count = f"{summary.num_parameters:,} parameters in {len(summary.tensors)} tensors"
+    count = f"{counted(summary.num_parameters, 'parameter')} in {counted(len(summary.tensors), 'tensor')}"
     lines = [
         f"{summary.path}: {count}, {', '.join(dtypes)}, {format_bytes(size)}",
         *(f"problem: {problem}" for problem in summary.problems),
@@ -106,9 +111,10 @@ def _page(summary: Summary, tensors: bool) -> list[str]:
             for part, count in _parts(summary)
         ),
         "",
-        f"memory of {cache.rows} rows of {cache.capacity:,} tokens (kvad plan answers for others)",
+        f"memory of {counted(cache.rows, 'row')} of {counted(cache.capacity, 'token')} (kvad plan answers for others)",
         *(f"  {line}".rstrip() for line in memory_lines(summary.plan)),
         "",
+        _manifest_line(summary),
         _tokenizer_line(summary),
         *_training_lines(summary),
     ]
@@ -119,12 +125,21 @@ def _parts(summary: Summary) -> list[tuple[str, int]]:
     return [(part, count) for part, count in summary.parameters.items() if count]
 
 
+def _manifest_line(summary: Summary) -> str:
+
+    if summary.files is None:
+        return "manifest: none; the files cannot be compared with what was saved"
+    checked = "every sha256 agrees" if summary.checked else "--check compares their sha256"
+    return f"manifest: {counted(summary.files, 'file')}; {checked}"
+
+
 def _tokenizer_line(summary: Summary) -> str:
+
     found = summary.tokenizer
     if found is None:
-        return "tokenizer: none"
+        return "tokenizer: none; prompts can only be token ids"
     specials = ", ".join(f"{name} = {number}" for name, number in found.specials.items()) or "no specials"
-    return f"tokenizer: {found.kind}, {found.vocab:,} tokens; {specials}"
+    return f"tokenizer: {found.kind}, {counted(found.vocab, 'token')}; {specials}"
 
 
 def _training_lines(summary: Summary) -> list[str]:

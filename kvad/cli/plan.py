@@ -8,6 +8,7 @@ from __future__ import annotations
 import click
 
 from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
+from kvad.errors import UsageError, nearest
 
 __all__ = ["plan"]
 
@@ -62,6 +63,7 @@ def plan(
         raise click.UsageError("Missing argument 'CONFIG|MODEL|SHAPE'; --shapes lists those known by name.")
     if bandwidth is not None and not bandwidth > 0:
         raise click.BadParameter("must be above 0", param_hint="--bandwidth")
+    _check({"--dtype": dtype, "--weights-dtype": weights_dtype})
     size = None if fit is None else parse_bytes(fit)
     found = read_target(target)
     planned = plan_target(
@@ -85,6 +87,15 @@ def plan(
     from kvad.cli.plan_page import page
 
     click.echo(page(report))
+
+
+def _check(dtypes: dict[str, str | None]) -> None:
+    """UsageError names the flag: further down the cache has the weights' dtype by default, and it could be either."""
+    from kvad.cache.sizing import DTYPE_BYTES
+
+    for flag, dtype in dtypes.items():
+        if dtype is not None and dtype not in DTYPE_BYTES:
+            raise UsageError(f"{flag}: unknown dtype {dtype!r}", nearest(dtype, DTYPE_BYTES))
 
 
 def _list_shapes(as_json: bool) -> None:

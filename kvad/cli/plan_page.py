@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvad.cache.planning import MemoryPlan
 from kvad.cache.weights import num_parameters
 from kvad.cli.common import format_bytes
+from kvad.errors import counted
 from kvad.lab.plan import Report
 
 __all__ = ["memory_lines", "page"]
@@ -14,9 +15,10 @@ def page(report: Report) -> str:
     """The whole page, without a newline at its end."""
     plan, cache = report.plan, report.plan.cache
     blocks = f"in blocks of {cache.block_size}" if cache.layout == "paged" else "one block each"
-    model = f"{report.name}: {num_parameters(plan.config):,} parameters, {plan.config.decoder.layers} layers"
+    layers = counted(plan.config.decoder.layers, "layer")
+    model = f"{report.name}: {num_parameters(plan.config):,} parameters, {layers}"
     lines = [
-        f"{model}; {_rows(cache.rows)} of {cache.capacity:,} tokens, {cache.layout}, {blocks}",
+        f"{model}; {counted(cache.rows, 'row')} of {counted(cache.capacity, 'token')}, {cache.layout}, {blocks}",
         "",
         *memory_lines(plan),
         "",
@@ -42,7 +44,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         (
             "activations",
             plan.activations,
-            f"at most: a step of {tokens:,} new tokens, {_rows(plan.cache.rows)} of logits",
+            f"at most: a step of {counted(tokens, 'new token')}, {counted(plan.cache.rows, 'row')} of logits",
         ),
         ("total", plan.total, "beside the interpreter and torch"),
     ]
@@ -57,9 +59,9 @@ def _group_lines(plan: MemoryPlan, number: int) -> list[str]:
     group, size, mixer = each.group, each.bytes, each.group.mixer
     reach = "full attention" if mixer.window is None else f"window {mixer.window:,}"
     dims = f"{mixer.head_dim}" if mixer.head_dim == mixer.value_dim else f"{mixer.head_dim} + {mixer.value_dim}"
-    heads = f"{mixer.kv_heads} key-value head{'s' if mixer.kv_heads > 1 else ''} of {dims}"
-    layers = f"{len(group.layers)} layer{'s' if len(group.layers) > 1 else ''}"
-    slots = f"{group.blocks_per_row:,} x {group.block_size:,} slots"
+    heads = f"{counted(mixer.kv_heads, 'key-value head')} of {dims}"
+    layers = counted(len(group.layers), "layer")
+    slots = f"{group.blocks_per_row:,} x {counted(group.block_size, 'slot')}"
     return [
         f"group {number}: {layers}, {reach}, {heads}",
         f"  per token  payload {size.per_token_payload:,}, columns {size.per_token_columns:,}",
@@ -72,9 +74,9 @@ def _speed_lines(report: Report) -> list[str]:
     where = "measured here" if report.measured else "as given"
     lines = [f"decoding at {report.bandwidth / 1e9:.1f} GB/s ({where}), if reading memory were all there is:"]
     for speed in report.speeds:
+        load = f"{counted(speed.rows, 'row')} at {counted(speed.context, 'token')}"
         lines.append(
-            f"  {_rows(speed.rows)} at {speed.context:,} tokens: {format_bytes(speed.step_bytes)} per step, "
-            f"at most {speed.tokens_per_second:,.1f} tokens/s"
+            f"  {load}: {format_bytes(speed.step_bytes)} per step, at most {speed.tokens_per_second:,.1f} tokens/s"
         )
     return lines
 
@@ -88,7 +90,3 @@ def _fit_lines(report: Report) -> list[str]:
         f"  {'rows':>6}  {'tokens each':>12}  {'takes':>11}",
         *(f"  {fit.rows:>6,}  {fit.capacity:>12,}  {format_bytes(fit.bytes):>11}" for fit in report.fits),
     ]
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count:,} rows"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvad.cli.common import format_bytes
-from kvad.errors import DataError
+from kvad.errors import DataError, counted
 
 if TYPE_CHECKING:
     from kvad.engine.engine import Piece
@@ -205,22 +205,23 @@ class Meter:
 
 
 def stats_lines(stats: RunStats) -> list[str]:
+    tokens = counted(stats.completion_tokens, "token")
     return [
-        f"prompt     {stats.prompt_tokens} tokens, {stats.cached_tokens} of them from the prefix cache",
-        f"generated  {stats.completion_tokens} tokens in {stats.seconds:.3f} s, {stats.steps} steps",
+        f"prompt     {counted(stats.prompt_tokens, 'token')}, {stats.cached_tokens} of them from the prefix cache",
+        f"generated  {tokens} in {stats.seconds:.3f} s, {counted(stats.steps, 'step')}",
         f"speed      {stats.tokens_per_second:.1f} tokens/s, the first token after {1e3 * stats.first_token:.1f} ms",
         f"per token  {stats.model_ms:.2f} ms in the model, {stats.engine_ms:.3f} ms in the engine",
         *(f"cache      {line}" for line in cache_lines(stats.cache)),
-        f"prefix     {stats.prefix_hits} hits, {stats.prefix_misses} misses",
-        f"pressure   {stats.preemptions} preemptions, {stats.evictions} evictions",
+        f"prefix     {counted(stats.prefix_hits, 'hit')}, {counted(stats.prefix_misses, 'miss', 'misses')}",
+        f"pressure   {counted(stats.preemptions, 'preemption')}, {counted(stats.evictions, 'eviction')}",
     ]
 
 
 def cache_lines(groups: tuple[GroupUse, ...]) -> list[str]:
     """One line per group of layers."""
     return [
-        f"{use.layers} layers, {'all tokens' if use.window is None else f'window of {use.window}'}: "
-        f"{use.used} of {use.total} blocks in use, {use.evictable} kept for reuse, {use.free} free; "
+        f"{counted(use.layers, 'layer')}, {'all tokens' if use.window is None else f'window of {use.window}'}: "
+        f"{use.used} of {counted(use.total, 'block')} in use, {use.evictable} kept for reuse, {use.free} free; "
         f"peak {use.peak} = {format_bytes(use.peak * use.block_bytes)} of {format_bytes(use.pool_bytes)}"
         for use in groups
     ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvad.cli.common import console, emit_json, json_option
-from kvad.errors import UsageError, nearest
+from kvad.errors import UsageError, counted, nearest
 
 if TYPE_CHECKING:
     from kvad.train.config import RunConfig
@@ -94,6 +94,7 @@ def train(
     kvad train corpus/ --config runs/mine.toml --out runs/mine --set decoder.layers=4
     kvad train --resume --out runs/mine
     """
+    from kvad.cache.available import available_bytes
     from kvad.train import job
     from kvad.train.config import RunConfig, read_toml
     from kvad.train.progress import progress_on
@@ -107,11 +108,12 @@ def train(
         table = job.stored_run(out)[0].to_dict()
     config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
     progress = progress_on(console())
+    have = available_bytes()
     try:
         if resume:
-            outcome = job.resume(out, config=config, corpus=corpus, callbacks=[progress])
+            outcome = job.resume(out, config=config, corpus=corpus, available=have, callbacks=[progress])
         else:
-            outcome = job.train(config, corpus, out, overwrite=overwrite, callbacks=[progress])
+            outcome = job.train(config, corpus, out, overwrite=overwrite, available=have, callbacks=[progress])
     finally:
         progress.close()
     figures = draw_loss_curve(out)
@@ -173,6 +175,7 @@ def draw_loss_curve(out: Path) -> list[Path]:
 
 
 def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as_json: bool) -> None:
+
     if as_json:
         emit_json({**dataclasses.asdict(outcome), "out": out, "figures": figures, "config": config.to_dict()})
     losses = [
@@ -181,7 +184,9 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
         if value is not None
     ]
     click.echo(
-        f"{outcome.step:,} steps, {outcome.tokens:,} tokens in {outcome.elapsed:.0f} s: {', '.join(losses)}", err=True
+        f"{counted(outcome.step, 'step')}, {counted(outcome.tokens, 'token')} in {outcome.elapsed:.0f} s: "
+        f"{', '.join(losses)}",
+        err=True,
     )
     if outcome.reason == "interrupted":
         click.echo(f"stopped, and saved. Go on with:  kvad train --resume --out {out}", err=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvad.cli.common import console, emit_json, json_option, model_argument
-from kvad.errors import RequestError, UsageError, nearest
+from kvad.errors import RequestError, UsageError, counted, nearest
 from kvad.lab.findings import FAULTS, UNKNOWN, MemoryReport, Report
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __all__ = ["verify"]
 
 LAYOUTS = ("paged", "contiguous")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+LISTED = 64  # by then a row of prompts_of has a single token
 BREAKS = tuple(name for name in FAULTS if name != UNKNOWN)
 HEADINGS = ("memory", "max |dlogit|", "tolerance", "float64 twin", "KL mean", "KL max", "greedy", "verdict")
 
@@ -68,7 +70,7 @@ def verify(
 
     The same rows run through the model without a cache and through every memory: ragged, in chunks, preempted,
     resumed, forked, on a shared prefix.  Exit code 1 when a memory is broken; then the first difference is named,
-    and what usually causes it.
+    and what usually causes it.  The checkpoint's files must be those that were saved: every sha256 is compared first.
 
     \b
     kvad verify runs/demo
@@ -79,18 +81,22 @@ def verify(
     if prompts and rows is not None and rows != len(prompts):
         raise UsageError(f"--rows {rows}, but {len(prompts)} prompts", "leave --rows out: every --prompt is a row")
     _check_positive({"--rows": rows, "--chunk": chunk, "--block-size": block_size, "--tokens": tokens})
-    from kvad.checkpoint.native import load_model
-    from kvad.lab.scenario import Options, fitting
-    from kvad.lab.verify import verify as hold_against_the_judge
+    try:
+        from kvad.checkpoint.native import load_model
+        from kvad.lab.scenario import Options, fitting
+        from kvad.lab.verify import verify as hold_against_the_judge
 
-    loaded, checkpoint = load_model(model)
-    tokens, block_size = fitting(loaded.config, tokens, block_size)
-    options = Options(layouts, dtypes, rows or len(prompts) or 5, chunk, block_size, tokens, preempt, prefix_hit)
-    ids = _prompts(loaded.config, options, checkpoint.tokenizer, prompts)
-    with console().status("verifying") as status:
-        report = hold_against_the_judge(
-            loaded, ids, options, fault=fault, progress=lambda what: status.update(f"verifying: {what}")
-        )
+        loaded, checkpoint = load_model(model, verify="tensors")
+        tokens, block_size = fitting(loaded.config, tokens, block_size)
+        options = Options(layouts, dtypes, rows or len(prompts) or 5, chunk, block_size, tokens, preempt, prefix_hit)
+        ids = _prompts(loaded.config, options, checkpoint.tokenizer, prompts)
+        with console().status("verifying") as status:
+            report = hold_against_the_judge(
+                loaded, ids, options, fault=fault, progress=lambda what: status.update(f"verifying: {what}")
+            )
+    except KeyboardInterrupt:
+        click.echo("kvad: interrupted before every memory was verified: nothing was decided", err=True)
+        ctx.exit(130)
     if as_json:
         emit_json({"model": str(model), **report.to_dict()})
     else:
@@ -108,21 +114,27 @@ def _check_positive(values: dict[str, int | None]) -> None:
 def _prompts(
     config: ModelConfig, options: Options, tokenizer: Tokenizer | None, texts: tuple[str, ...]
 ) -> list[list[int]]:
+    """The rows' prompts; MemoryPlanError, before any is made, when so many rows would not fit."""
+    from kvad.cache.planning import available_bytes
     from kvad.lab.scenario import prompts_of
+    from kvad.lab.verify import require_room
 
     if not texts:
-        return prompts_of(config, options, tokenizer)
-    if tokenizer is None:
+        prompts = prompts_of(config, replace(options, rows=min(options.rows, LISTED)), tokenizer)
+    elif tokenizer is None:
         raise RequestError("this model came without a tokenizer", "leave --prompt out: random tokens will do")
-    return [tokenizer.encode(text) for text in texts]
+    else:
+        prompts = [tokenizer.encode(text) for text in texts]
+    require_room(config, [len(prompt) for prompt in prompts], options, available_bytes())
+    return prompts if len(prompts) == options.rows else prompts_of(config, options, tokenizer)
 
 
 # ---------------------------------------------------------------- the page
 
 
 def _print(report: Report) -> None:
-    lengths = ", ".join(map(str, report.rows))
-    click.echo(f"judge      the model without a cache: {len(report.rows)} rows of {lengths} tokens, ", nl=False)
+    tokens = ", ".join(map(str, report.rows)) + (" token" if report.rows == (1,) else " tokens")
+    click.echo(f"judge      the model without a cache: {counted(len(report.rows), 'row')} of {tokens}, ", nl=False)
     click.echo(f"largest |logit| {report.logit_scale:.3g}")
     for number, rule in enumerate(report.rules):
         click.echo(f"{'rules' if number == 0 else '':11}{rule}")
@@ -144,17 +156,17 @@ def _print(report: Report) -> None:
 
 def _happened(counts: dict[str, int]) -> str:
     words = {
-        "rows": "rows",
-        "steps": "steps",
-        "tokens": "tokens computed",
-        "chunks": "partial prompt chunks",
-        "mixed": "steps of prefill and decode together",
-        "preemptions": "preemptions",
-        "recomputed": "tokens recomputed",
-        "hit_tokens": "tokens from prefix hits",
-        "forks": "forked samples",
+        "rows": ("row", ""),
+        "steps": ("step", ""),
+        "tokens": ("token", " computed"),
+        "chunks": ("partial prompt chunk", ""),
+        "mixed": ("step", " of prefill and decode together"),
+        "preemptions": ("preemption", ""),
+        "recomputed": ("token", " recomputed"),
+        "hit_tokens": ("token", " from prefix hits"),
+        "forks": ("forked sample", ""),
     }
-    return ", ".join(f"{counts[name]} {word}" for name, word in words.items())
+    return ", ".join(counted(counts[name], noun) + rest for name, (noun, rest) in words.items())
 
 
 def _cells(memory: MemoryReport) -> tuple[str, ...]:

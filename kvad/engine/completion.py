@@ -21,7 +21,11 @@ class Usage:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds from submission to the first token and to the end; ``tokens_per_second`` after the first token."""
+    """Seconds from submission to the first token and to the end; ``tokens_per_second`` after the first token.
+
+    They are the request's own, on the scheduler's clock: when its tokens were made, not when somebody fetched them.
+    Where no token was asked for, ``first_token`` is ``total``.
+    """
 
     first_token: float
     total: float

@@ -122,9 +122,8 @@ def _number(name: str, value: object, low: float, high: float, *, above: bool = 
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise RequestError(f"{name}: expected a finite number, found {value!r}")
     if value < low or value > high or (above and value == low):
-        raise RequestError(
-            f"{name}: {value} is out of range, must be {'above' if above else 'from'} {low:g} to {high:g}"
-        )
+        wanted = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
+        raise RequestError(f"{name}: {value} is out of range, must be {wanted}")
 
 
 def _range(low: int, high: int | None) -> str:

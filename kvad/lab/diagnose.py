@@ -104,4 +104,5 @@ class _Inspector:
             if where is not None:
                 what, position, size = where
                 fault, evidence = explain(case)
-                raise _Found(Finding(fault, call.layer, *row.key, position, what, size, evidence))
+                stored = self.config.dtype
+                raise _Found(Finding(fault, call.layer, *row.key, position, what, size, evidence, stored))

@@ -92,7 +92,8 @@ class Finding(NamedTuple):
     """The first difference from the judge, and its diagnosis.
 
     ``row`` and ``sample`` number the request and its sample, ``position`` is the query's; ``what``: q, k, v, scores
-    or attention output; ``difference``: its largest element.  ``fault`` is a key of FAULTS.
+    or attention output; ``difference``: its largest element.  ``fault`` is a key of FAULTS.  ``stored``: the dtype of
+    the memory that was watched, which is the float64 twin where it is the structure that is broken.
     """
 
     fault: str
@@ -103,6 +104,7 @@ class Finding(NamedTuple):
     what: str
     difference: float
     evidence: str
+    stored: str = "float64"
 
     @property
     def causes(self) -> str:
@@ -110,9 +112,11 @@ class Finding(NamedTuple):
 
     def sentence(self) -> str:
         sample = f" (sample {self.sample})" if self.sample else ""
+        watched = "float64 twin" if self.stored == "float64" else f"{self.stored} memory"
         return (
             f"{self.fault}: {FAULTS[self.fault].what}; first at layer {self.layer}, row {self.row}{sample}, "
-            f"position {self.position}, where {self.what} differs by {self.difference:.2e}: {self.evidence}"
+            f"position {self.position} of the {watched}, where {self.what} differs by {self.difference:.2e}: "
+            f"{self.evidence}"
         )
 
 

@@ -1,8 +1,8 @@
 """What is in a checkpoint, from its small files and its headers: no weight is read and torch is not imported.
 
-``problems`` are what a load would refuse: tensors that are missing, that nobody asked for, or that have another shape
-than the config says.  Attention maps need a running model and are asked of :class:`kvad.llm.LLM`, which is imported
-only then.
+``problems`` are what a load would refuse: files that are missing or not as long as the manifest says, no manifest at
+all; tensors that are missing, that nobody asked for, or that have another shape than the config says.  ``check`` reads
+every file.  Attention maps need a running model and are asked of :class:`kvad.llm.LLM`, which is imported only then.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from kvad.cache.planning import BUDGET, MemoryPlan
 from kvad.cache.weights import part_of, parts, weight_shapes
-from kvad.checkpoint.folder import MODEL, TRAINING, locate, read_json
+from kvad.checkpoint.folder import MANIFEST, MODEL, TRAINING, check_file, locate, read_json, read_manifest
 from kvad.config import ModelConfig
+from kvad.errors import CheckpointError
 from kvad.lab.draw import AttentionMap
 from kvad.lab.headers import TensorInfo, read_headers
 from kvad.lab.plan import memory_json, plan_target, read_target
@@ -33,7 +34,10 @@ class TokenizerSummary(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """``parameters`` by part, of what is stored; ``training``: what the checkpoint says of its training, or None."""
+    """``parameters`` by part, of what is stored; ``training``: what the checkpoint says of its training, or None.
+
+    ``files``: how many the manifest lists, None without one; ``checked``: all of them have the manifest's sha256.
+    """
 
     path: Path
     config: ModelConfig
@@ -43,6 +47,8 @@ class Summary:
     plan: MemoryPlan
     tokenizer: TokenizerSummary | None
     training: Mapping[str, Any] | None
+    files: int | None
+    checked: bool
 
     @property
     def num_parameters(self) -> int:
@@ -55,9 +61,18 @@ class Attention(NamedTuple):
     maps: tuple[AttentionMap, ...]
 
 
-def summarise(folder: Path) -> Summary:
-    """Raises CheckpointError for what is not a whole checkpoint, ConfigError for a config that cannot be."""
+def summarise(folder: Path, *, check: bool = False) -> Summary:
+    """``check``: also compare every file with its sha256 (this reads them all, and imports torch).
+
+    Raises CheckpointError for what is not a whole checkpoint, and for a file that ``check`` finds to be another than
+    the manifest's; ConfigError for a config that cannot be.
+    """
     path = locate(folder)
+    if check:
+        from kvad.checkpoint.native import load
+
+        load(path, verify=True)
+    files = read_manifest(path) if (path / MANIFEST).is_file() else None
     target = read_target(str(path))
     tensors = tuple(read_headers(path / MODEL))
     return Summary(
@@ -65,11 +80,25 @@ def summarise(folder: Path) -> Summary:
         config=target.config,
         tensors=tensors,
         parameters=parts({tensor.name: tensor.shape for tensor in tensors}),
-        problems=tuple(_problems(target.config, tensors)),
+        problems=(*_file_problems(path, files), *_problems(target.config, tensors)),
         plan=plan_target(target, budget=BUDGET),
         tokenizer=_tokenizer(path),
         training=_training(path),
+        files=None if files is None else len(files),
+        checked=check,
     )
+
+
+def _file_problems(path: Path, files: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
+    if files is None:
+        return [f"{MANIFEST} is missing: whether these files are those that were saved cannot be known"]
+    found = []
+    for name, entry in files.items():
+        try:
+            check_file(path / name, entry)
+        except CheckpointError as error:
+            found.append(error.message)
+    return found
 
 
 def _problems(config: ModelConfig, tensors: Sequence[TensorInfo]) -> list[str]:
@@ -142,6 +171,7 @@ def to_json(summary: Summary) -> Mapping[str, object]:
         "tensors": [{**tensor._asdict(), "part": part_of(tensor.name)} for tensor in summary.tensors],
         "problems": summary.problems,
         "memory": memory_json(summary.plan),
+        "manifest": None if summary.files is None else {"files": summary.files, "checked": summary.checked},
         "tokenizer": summary.tokenizer,
         "training": summary.training,
     }

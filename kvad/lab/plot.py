@@ -37,24 +37,33 @@ class Series:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; a last line that was cut short is left out.  Raises DataError."""
+    """The objects of a JSONL file; a last line that was cut short is left out.  Raises DataError for another file."""
     try:
         lines = path.read_text("utf-8").splitlines()
     except FileNotFoundError as error:
         raise DataError(f"no such file: {path}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}") from error
-    found = []
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise _not_metrics(path, "it is not text") from None
+    found: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
             content = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):
+        except ValueError:
+            if found and number == len(lines):
                 break
-            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
+            raise _not_metrics(path, f"line {number} is not JSON") from None
         if isinstance(content, dict):
             found.append(content)
     return found
+
+
+def _not_metrics(path: Path, why: str) -> DataError:
+    return DataError(
+        f"{path} is not a JSON-lines file of metrics: {why}",
+        "give the metrics.jsonl of a run of kvad train, or lines of kvad bench",
+    )
 
 
 def series_of(

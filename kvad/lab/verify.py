@@ -11,6 +11,7 @@ values here, as it is on a CPU.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import dataclasses
 import math
@@ -21,8 +22,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvad.config import mixers
-from kvad.errors import EngineError
+from kvad.cache.planning import plan_memory
+from kvad.cache.sizing import CacheConfig
+from kvad.config import ModelConfig, mixers
+from kvad.errors import EngineError, MemoryPlanError
 from kvad.lab.diagnose import diagnose
 from kvad.lab.faults import check_fault, hurt_memory, hurt_model
 from kvad.lab.findings import EXACT, Divergence, Finding, MemoryReport, Report, Verdict
@@ -30,12 +33,13 @@ from kvad.lab.replay import Key, Replayed, replay, uncached
 from kvad.lab.scenario import Options, cache_config, check_happened, make_streams, squeezes
 from kvad.model.transformer import Transformer
 
-__all__ = ["Comparison", "Options", "compare", "tolerance", "verify"]
+__all__ = ["Comparison", "Options", "compare", "require_room", "tolerance", "verify"]
 
 COMPUTE_EPS = 256
 STORED_EPS = 8
 AMPLIFIED = 16
 HALVES = ("bfloat16", "float16")
+MOST_ROWS = 1 << 40  # what would fit is not looked for beyond
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +96,60 @@ def tolerance(dtype: str, scale: float, structure: float) -> float:
     stored: torch.dtype = getattr(torch, dtype)
     coarser = STORED_EPS * torch.finfo(stored).eps * scale if dtype in HALVES else 0.0
     return max(COMPUTE_EPS * single * scale, AMPLIFIED * structure * single / double) + coarser
+
+
+def require_room(config: ModelConfig, lengths: Sequence[int], options: Options, available: int | None) -> None:
+    """MemoryPlanError when verifying needs more than is ``available`` (None: nobody knows); it says what would fit.
+
+    ``lengths``: tokens of the prompts; rows of ``options`` beyond them have a prompt of one token.
+    """
+    prompts = sorted(lengths, reverse=True)
+    logits, rest = _needs(config, prompts, options, options.rows)
+    if available is None or logits + rest <= available:
+        return
+    fit = bisect.bisect_right(
+        range(1, min(options.rows, MOST_ROWS)), available, key=lambda rows: sum(_needs(config, prompts, options, rows))
+    )
+    raise MemoryPlanError(
+        f"--rows {options.rows}: verifying takes about {_size(logits + rest)} (logits of the judge and the memories "
+        f"{_size(logits)}, weights, cache and work {_size(rest)}) and {_size(available)} is available",
+        f"what would fit: --rows {fit}" if fit else "not even one row fits: take fewer --tokens, or a smaller model",
+    )
+
+
+def _needs(config: ModelConfig, prompts: Sequence[int], options: Options, rows: int) -> tuple[int, int]:
+    """(bytes of the logits that are held at once, bytes of everything else) of so many rows, the longest ones.
+
+    Logits stand in float32 and float64 for the judge, in float64 for the twin of each layout, and in float32 for the
+    memory at hand.  The rest is the weights in both precisions and the larger layout's twin, as it is planned.
+    """
+    known = prompts[:rows]
+    shares = options.prefix_hit and "paged" in options.layouts
+    every = [*known, known[min(1, len(known) - 1)], *known[: int(shares)]]  # the forked sample, the shared prefix
+    seats = rows - len(known) + len(every)
+    logits = (sum(every) + rows - len(known) + seats * options.tokens) * config.vocab * (16 + 8 * len(options.layouts))
+    size, longest = options.block_size, known[0] + options.tokens
+    blocks = sum(-(-(length + options.tokens) // size) for length in every)
+    blocks += (rows - len(known)) * -(-(1 + options.tokens) // size)
+    tight = options.preempt and any(spec.window is None for spec in mixers(config))
+    rest = 0
+    for layout in options.layouts:
+        cache = CacheConfig(
+            layout="paged" if layout == "paged" else "contiguous",
+            dtype="float64",
+            block_size=size,
+            rows=seats,
+            capacity=longest,
+            chunk=options.chunk,
+            blocks=max(-(-longest // size) + 1, blocks // 2) if tight and layout == "paged" else None,
+        )
+        plan = plan_memory(config, cache, weights_dtype="float64", budget=options.chunk + seats)
+        rest = max(rest, plan.total + plan.weights // 2)
+    return logits, rest
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def verify(
@@ -203,7 +261,10 @@ class _Run:
         self, layout: str, dtype: str, structure: float, found: Comparison, bound: float
     ) -> tuple[Verdict, Finding | None]:
         if not structure <= EXACT:
-            return "BROKEN", self._diagnose(layout, "float64")
+            twin = self._diagnose(layout, "float64")
+            if twin is not None and twin.fault == "dtype":  # a rounding: each precision has its own
+                return "BROKEN", self._diagnose(layout, dtype) or twin
+            return "BROKEN", twin
         within = found.max_dlogit <= bound and all(flip.tie for flip in found.divergences)
         if dtype in HALVES:
             if within:

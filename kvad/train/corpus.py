@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvad.errors import DataError
+from kvad.errors import DataError, counted
 
 __all__ = ["Corpus", "Source", "open_corpus"]
 
@@ -69,7 +69,7 @@ def open_corpus(paths: Sequence[Path], *, suffixes: Sequence[str] = (), errors: 
     if not sources:
         which = f" ending in {', '.join(suffixes)}" if suffixes else ""
         where = ", ".join(map(str, paths))
-        raise DataError(f"no text files{which} in {where}", f"{skipped} empty or binary ones" if skipped else "")
+        raise DataError(f"no text files{which} in {where}", counted(skipped, "empty or binary one") if skipped else "")
     return Corpus(tuple(sources), skipped, errors)
 
 

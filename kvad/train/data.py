@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvad.errors import DataError
+from kvad.errors import DataError, counted
 from kvad.step import Lane, Step
 from kvad.train.store import Ints, TokenStore
 
@@ -97,7 +97,8 @@ class Order:
         """``num_rows``: rows of one optimizer step.  Raises DataError if the split is shorter than one row."""
         if num_tokens < context + 1:
             raise DataError(
-                f"the corpus is too short: {num_tokens} tokens to train on, and a row of {context} needs {context + 1}",
+                f"the corpus is too short: {counted(num_tokens, 'token')} to train on, and a row of {context:,} needs "
+                f"{context + 1:,}",
                 "use more text or a smaller --context",
             )
         self._kind, self._num_tokens, self._context = kind, num_tokens, context
@@ -144,7 +145,8 @@ def split(store: TokenStore, validation: float, seed: int) -> tuple[Split, Split
     cut = store.num_tokens - int(wanted)
     if not 1 < cut < store.num_tokens - 1:
         raise DataError(
-            f"the corpus is too short: {store.num_tokens} tokens cannot be split into training and validation",
+            f"the corpus is too short: {counted(store.num_tokens, 'token')} cannot be split into training and "
+            "validation",
             "use more text",
         )
     before = np.minimum(spans, cut)

@@ -5,14 +5,16 @@
     outcome = train(RunConfig(train=TrainConfig(minutes=2)), [Path("corpus")], Path("runs/x"), callbacks=[...])
 
 A run folder holds ``checkpoints/step-N/`` (each a whole checkpoint), ``data/`` (the tokens) and ``metrics.jsonl``.
-``LLM.load("runs/x")`` works from the first save on, at any moment.
+``LLM.load("runs/x")`` works from the first save on, at any moment.  What cannot be trained is refused before any of it
+is written, and the folders that were made for it go again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,16 @@ import torch
 
 from kvad.checkpoint.folder import TRAINING, locate, read_json, steps_of
 from kvad.checkpoint.native import Checkpoint, Training, check_tensors, load, save_step
-from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.config import ModelConfig
+from kvad.errors import CheckpointError, ConfigError, UsageError, counted
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from kvad.train.config import RunConfig, differences
 from kvad.train.corpus import Corpus, open_corpus
-from kvad.train.data import split
+from kvad.train.data import Order, split
+from kvad.train.memory import require
 from kvad.train.metrics import MetricsFile
+from kvad.train.objective import resolve_precision
 from kvad.train.optim import make_optimizer, optimizer_tensors, restore_optimizer
 from kvad.train.reports import Callback, Outcome
 from kvad.train.store import TokenStore, changed_sources, open_store, store_key
@@ -35,6 +40,7 @@ from kvad.train.trainer import State, Trainer
 __all__ = ["METRICS", "resume", "stored_run", "train"]
 
 METRICS = "metrics.jsonl"
+TEXTS = (".json", ".jsonl", ".svg")  # what a run's folder holds that a corpus would take for text
 Clock = Callable[[], float]
 
 
@@ -44,25 +50,31 @@ def train(
     out: Path,
     *,
     overwrite: bool = False,
+    available: int | None = None,
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
 ) -> Outcome:
     """Train a new model on text files and folders.
 
-    ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).  Raises
-    DataError, ConfigError, TokenizerError before anything is trained; SaveError, with the last checkpoint whole.
+    ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).
+    ``available``: bytes that may be taken (None: nobody knows).  Raises UsageError, DataError, ConfigError,
+    TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
+    _check_out(out, corpus, config.data.suffixes)
     earlier = steps_of(out)
     if earlier and not overwrite:
         raise UsageError(
             f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
         )
+    _check_device(config.train.device)
+    config.resolve(vocab=1)  # before a tokenizer is trained for a model that cannot be
     tell = _teller(callbacks)
     texts = _open_corpus(config, corpus, tell)
     tokenizer = _make_tokenizer(config, texts, tell)
     model_config = config.resolve(tokenizer.vocab_size)
-    store = _open_store(out, texts, tokenizer, tell)
-    _check_device(config.train.device)
+    _check_memory(config, model_config, available)
+    with _nothing_left(out):
+        store = _open_store(config, out, texts, tokenizer, tell)
     torch.manual_seed(config.train.seed)
     model = Transformer(model_config).to(config.train.device)
     run = _Run(config, corpus, out, model, tokenizer, store, fresh=bool(earlier))
@@ -74,13 +86,15 @@ def resume(
     *,
     config: RunConfig | None = None,
     corpus: Sequence[Path] = (),
+    available: int | None = None,
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
 ) -> Outcome:
     """Go on from the newest checkpoint of a run; to the bit where steps limit it (see ``trainer.py``).
 
     ``config`` and ``corpus``: None and () are the run's own; given, they must be the same but for how often is
-    logged, evaluated and saved.  Raises ConfigError naming what differs, CheckpointError where there is no run.
+    logged, evaluated and saved.  Raises ConfigError naming what differs, CheckpointError where there is no run, and
+    MemoryPlanError as :func:`train` does.
     """
     stored, paths = stored_run(out)
     checkpoint = load(out)
@@ -88,12 +102,14 @@ def resume(
     assert state is not None and tokenizer is not None, "stored_run has looked"
     config, corpus = config or stored, corpus or paths
     _check_same(stored, config, checkpoint, tokenizer)
+    _check_device(config.train.device)
+    _check_memory(config, checkpoint.config, available)
     tell = _teller(callbacks)
     texts = _open_corpus(config, corpus, tell)
     if store_key(texts, tokenizer) != state.state["data"]:
         changed = ", ".join(changed_sources(out / "data", texts)[:3])
         raise ConfigError(f"cannot resume {out}: its corpus has changed{': ' + changed if changed else ''}")
-    store = _open_store(out, texts, tokenizer, tell)
+    store = _open_store(config, out, texts, tokenizer, tell)
     if state.state.get("threads") != torch.get_num_threads():
         tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")
     torch.manual_seed(config.train.seed)
@@ -177,8 +193,8 @@ class _Run:
 
 def _open_corpus(config: RunConfig, paths: Sequence[Path], tell: Callable[[str], None]) -> Corpus:
     texts = open_corpus(paths, suffixes=config.data.suffixes, errors=config.data.errors)
-    skipped = f"; {texts.skipped} binary or empty ones left out" if texts.skipped else ""
-    tell(f"corpus: {len(texts.sources):,} files, {texts.num_bytes / 1e6:,.1f} MB{skipped}")
+    skipped = f"; {counted(texts.skipped, 'binary or empty one')} left out" if texts.skipped else ""
+    tell(f"corpus: {counted(len(texts.sources), 'file')}, {texts.num_bytes / 1e6:,.1f} MB{skipped}")
     return texts
 
 
@@ -198,11 +214,19 @@ def _make_tokenizer(config: RunConfig, texts: Corpus, tell: Callable[[str], None
     )
 
 
-def _open_store(out: Path, texts: Corpus, tokenizer: Tokenizer, tell: Callable[[str], None]) -> TokenStore:
+def _open_store(
+    config: RunConfig, out: Path, texts: Corpus, tokenizer: Tokenizer, tell: Callable[[str], None]
+) -> TokenStore:
+    """The corpus as tokens.  DataError, and nothing written, where they are too few to train on."""
+
+    def accept(store: TokenStore) -> None:
+        training, _ = split(store, config.data.validation, config.train.seed)
+        Order(config.data.order, len(training), config.data.context, 1, config.train.seed)
+
     tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
-    store, found = open_store(out / "data", texts, tokenizer)
+    store, found = open_store(out / "data", texts, tokenizer, accept=accept)
     again = ", found on disk" if found else ""
-    tell(f"tokens: {store.num_tokens:,} in {store.num_documents:,} documents{again}")
+    tell(f"tokens: {store.num_tokens:,} in {counted(store.num_documents, 'document')}{again}")
     return store
 
 
@@ -218,6 +242,45 @@ def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Checkpoint, to
     found = differences(there, here)
     if found:
         raise ConfigError(f"cannot resume with another configuration: {'; '.join(found)}", "start a new run for that")
+
+
+def _check_out(out: Path, corpus: Sequence[Path], suffixes: Sequence[str]) -> None:
+    """A folder, or none yet, that no corpus named here would read as text in a later run."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"{there} is a file, and a run needs a folder", "choose another folder for --out")
+    if suffixes and not set(suffixes) & set(TEXTS):
+        return
+    for folder in corpus:
+        if not folder.is_dir() or not out.resolve().is_relative_to(folder.resolve()):
+            continue
+        inside = out.resolve().relative_to(folder.resolve())
+        if not any(part.startswith(".") for part in inside.parts):  # a corpus leaves hidden folders out
+            raise UsageError(
+                f"{out} lies inside the corpus {folder}: a later run would read this one's files as text",
+                "choose another --out, or say which files are text with --suffix",
+            )
+
+
+@contextmanager
+def _nothing_left(out: Path) -> Iterator[None]:
+    """If the block fails, the folders that it made on the way to ``out`` go again, as far as they are empty."""
+    missing = [path for path in (out, *out.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def _check_memory(config: RunConfig, model: ModelConfig, available: int | None) -> None:
+    device, precision = config.train.device, config.train.precision
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in Transformer(model).parameters())
+    if torch.device(device).type == "cpu":  # another device's memory answers for itself
+        require(model, config, parameters, available, half=resolve_precision(precision, device) == "bf16")
 
 
 def _check_device(device: str) -> None:

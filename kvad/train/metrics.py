@@ -33,7 +33,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsFile(Callback):
-    """Appends lines, each handed to the system at once; every ``log_every``-th step is logged."""
+    """Appends lines, each handed to the system at once; the first step is logged, and every ``log_every``-th."""
 
     def __init__(self, path: Path, log_every: int) -> None:
         self.path, self._log_every = path, log_every
@@ -47,7 +47,7 @@ class MetricsFile(Callback):
         self._file = self.path.open("a", encoding="utf-8")
 
     def on_step(self, report: StepReport) -> None:
-        if report.step % self._log_every == 0:
+        if report.step == 1 or report.step % self._log_every == 0:
             self._write("step", dataclasses.asdict(report))
 
     def on_eval(self, report: EvalReport) -> None:

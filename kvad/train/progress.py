@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvad.errors import counted
 from kvad.train.reports import Callback, EvalReport, Outcome, StartReport, StepReport
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class PlainProgress(Callback):
         self.start, self._told = report, 0.0
         again = f", from step {report.step:,}" if report.step else ""
         self._print(
-            f"model: {report.parameters:,} parameters in {report.precision} on {report.device}, "
-            f"{report.tokens_per_step:,} tokens a step{again}"
+            f"model: {counted(report.parameters, 'parameter')} in {report.precision} on {report.device}, "
+            f"{counted(report.tokens_per_step, 'token')} a step{again}"
         )
 
     def on_step(self, report: StepReport) -> None:

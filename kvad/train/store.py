@@ -68,21 +68,32 @@ class TokenStore:
 
 
 def open_store(
-    folder: Path, corpus: Corpus, tokenizer: Tokenizer, *, progress: Progress | None = None
+    folder: Path,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    accept: Callable[[TokenStore], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[TokenStore, bool]:
     """The corpus as tokens in ``folder``, and whether it was there already.
 
-    Raises DataError for text that cannot be read, SaveError if the disk refuses (an old store is then whole).
+    ``accept`` looks at the tokens before they appear as ``folder``; where it raises, nothing of them is left.  Raises
+    DataError for text that cannot be read, SaveError if the disk refuses (an old store is then whole).
     """
     settings, key = _settings(corpus, tokenizer), store_key(corpus, tokenizer)
     if (manifest := _usable(folder, key)) is not None:
-        return TokenStore(folder, manifest), True
+        store = TokenStore(folder, manifest)
+        if accept is not None:
+            accept(store)
+        return store, True
     if tokenizer.specials.separator is None:
         raise DataError("this tokenizer has no token that opens a document", "train one here, or give it <|endofdoc|>")
     with new_folder(folder) as new:
         counts = _write(new, _encoded(corpus, tokenizer, progress), _dtype(tokenizer.vocab_size))
         manifest = {"format": 1, "key": key, **counts, **settings}
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        if accept is not None:
+            accept(TokenStore(new, manifest))
     return TokenStore(folder, manifest), False
 
 

@@ -51,7 +51,7 @@ def write(mode, run, value):
         (run / "config.json").write_text(json.dumps(CONFIG.to_dict()))
         native.save_file(tensors(value), run / "model.safetensors")
         (run / "manifest.json").write_text(json.dumps({"format": 1, "files": {
-            name: native._entry(run / name) for name in ("config.json", "model.safetensors")}}))
+            name: native.entry_of(run / name) for name in ("config.json", "model.safetensors")}}))
 
 def child(death, *arguments):
     torn(death)

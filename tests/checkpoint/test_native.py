@@ -99,7 +99,7 @@ def rewrite(folder, change):
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["model.safetensors"] = native._entry(folder / "model.safetensors")
+    manifest["files"]["model.safetensors"] = native.entry_of(folder / "model.safetensors")
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -140,8 +140,38 @@ def test_a_truncated_tensor_file(tmp_path, size):
     path = tmp_path / "m" / "model.safetensors"
     whole = path.stat().st_size
     os.truncate(path, size if size >= 0 else whole + size)
-    with pytest.raises(CheckpointError, match=rf"model.safetensors is truncated: it has \d+ bytes, {whole} were saved"):
+    with pytest.raises(CheckpointError, match=rf"model.safetensors is truncated: [\d,]+ of {whole:,} bytes are there"):
         load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])  # shorter, and longer
+@pytest.mark.parametrize("verify", [False, True])
+def test_another_whole_tensor_file_is_not_called_truncated(tmp_path, dtype, verify):
+    make(tmp_path / "m")
+    make(tmp_path / "other", dtype=dtype)
+    other = (tmp_path / "other" / "model.safetensors").read_bytes()
+    (tmp_path / "m" / "model.safetensors").write_bytes(other)
+    says = rf"model.safetensors differs from its manifest: {len(other):,} bytes, not [\d,]+"
+    with pytest.raises(CheckpointError, match=says) as caught:
+        load(tmp_path / "m", verify=verify)
+    assert "truncated" not in str(caught.value)
+
+
+@pytest.mark.parametrize("header", [b"[]", b"{}", b'{"w": 3}', b'{"w": {"data_offsets": []}}', b"\xff\xff"])
+def test_a_short_file_of_another_kind_is_not_called_truncated(tmp_path, header):
+    make(tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="differs from its manifest"):
+        load(tmp_path / "m")
+
+
+def test_a_config_that_was_edited_differs_from_its_manifest(tmp_path):
+    make(tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(path.read_text().rstrip("\n"))
+    load(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=r"config.json differs from its manifest: [\d,]+ bytes, not"):
+        load(tmp_path / "m", verify=True)
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, -1])
@@ -163,7 +193,9 @@ def test_a_flipped_bit_is_seen_by_verify(tmp_path):
     content[-5] ^= 1
     path.write_bytes(content)
     load(tmp_path / "m")
-    with pytest.raises(CheckpointError, match=r"model.safetensors is not what was saved: its sha256 differs"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors differs from its manifest: the size is right, the sha256 is not"
+    ):
         load(tmp_path / "m", verify=True)
 
 

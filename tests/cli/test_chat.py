@@ -57,7 +57,7 @@ def test_turns_grow_one_text(chat, llm):
 def test_the_next_turn_finds_the_last_one_in_the_cache(chat):
     ran = chat("hello there, who are you?", "hm", "/kv", "/stats", options=(*GREEDY, "--block-size", 4))
     assert "the last turn: 28 of its tokens were in the cache" in ran.err  # 26 + 6 tokens: 7 full blocks are known
-    assert "1 hits, 1 misses, 28 tokens reused in all" in ran.err
+    assert "1 hit, 1 miss, 28 tokens reused in all" in ran.err
     assert f"this chat: 42 tokens of at most {LIMIT}" in ran.err
     assert "blocks in use" in ran.err and "kept for reuse" in ran.err and "28 of them from the prefix cache" in ran.err
 
@@ -71,7 +71,7 @@ def test_undo_takes_back_a_turn(chat, llm):
     ran = chat("hi", "no", "/undo", "you", "/undo", "/undo", "/undo")
     assert ran.out.startswith(one) and ran.out.endswith(f"{two}\n")
     assert ran.err.splitlines() == [
-        "1 turns are left", "1 turns are left", "0 turns are left",
+        "1 turn is left", "1 turn is left", "0 turns are left",
         "kvad: error: there is no turn to take back",
     ]  # fmt: skip
 
@@ -127,13 +127,35 @@ def test_load_refuses_what_is_no_chat_and_keeps_this_one(chat, tmp_path, content
         ("/sav", "no such command /sav; did you mean '/save'?"),
         ("/save", "/save needs a file"),
         ("/undo 3", "/undo takes nothing after it"),
-        ("x" * LIMIT, f"the prompt has {LIMIT + 1} tokens and the model's limit is {LIMIT}"),
+        ("x" * LIMIT, f"no room for a reply: {LIMIT + 1} tokens with this line, in a context of {LIMIT}; shorten it"),
+        ("x" * (LIMIT - 1), f"no room for a reply: {LIMIT} tokens with this line, in a context of {LIMIT}; shorten it"),
     ],
 )
 def test_a_line_that_cannot_be_is_told_and_the_chat_goes_on(chat, llm, line, says):
     ran = chat(line, "hi")
-    assert ran.code == 0 and ran.err == f"kvad: error: {says}" + ("; shorten it\n" if "limit" in says else "\n")
+    assert ran.code == 0 and ran.err == f"kvad: error: {says}\n"
     assert ran.out == continued(llm, "hi\n")[0] + "\n"
+
+
+def test_a_full_context_is_told_and_undo_makes_room(chat, llm):
+    """3 + 6 tokens, 5 + 6, then 4 more leave room for 2 of 26; taken back, a line of 3 leaves room for 3."""
+    options = (*GREEDY, "--context", 26, "--logit-bias", "97=500")
+    ran = chat("hi", "you", "hm", "hm", "/undo", "/kv", "a", options=options)
+    assert ran.code == 0 and ran.out.splitlines() == ["aaaaaa", "aaaaaa", "aa", "aaa"]
+    full, refused, left, *kv, again = ran.err.splitlines()
+    assert full == again == "the context of 26 tokens is full: /undo takes back the last turn"
+    assert refused == (
+        "kvad: error: no room for a reply: 30 tokens with this line, in a context of 26; /undo takes back the last turn"
+    )
+    assert left == "2 turns are left" and "this chat: 20 tokens of at most 26" in kv
+
+
+def test_one_is_singular(chat, tmp_path):
+    kept = tmp_path / "kept.json"
+    ran = chat("\\", f"/save {kept}", f"/load {kept}", "/stats", options=("--max-tokens", 1, "--logit-bias", "97=500"))
+    lines = ran.err.splitlines()
+    assert f"1 turn is in {kept}" in lines and f"1 turn, 1 token from {kept}" in lines
+    assert any(line.startswith("generated  1 token in ") and line.endswith(" 1 step") for line in lines)
 
 
 def test_help_and_quit(chat):

@@ -16,7 +16,7 @@ from kvad.lab import inspect as lab
 from kvad.lab.draw import AttentionMap
 from kvad.lab.headers import read_headers, stored_dtype
 from kvad.lab.inspect import Attention, outline, summarise
-from lab.models import CONFIGS, write_checkpoint
+from lab.models import CONFIGS, tiny, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 CONFIG = CONFIGS["pattern"]
@@ -85,6 +85,66 @@ def test_problems_are_named_and_the_code_is_1(tmp_path, capsys):
     assert f"problem: {gone} [40, 24] is missing" in out
     assert f"problem: {other} is [3, 24], the config says [12, 24]" in out
     assert "problem: extra [2] is not part of this model" in out
+
+
+def flip(path):
+    """Another file of the same length."""
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+def test_check_reads_every_file(checkpoint, capsys):
+    code, out, _ = run(capsys, checkpoint)
+    assert code == 0 and "manifest: 3 files; --check compares their sha256" in out
+    code, out, _ = run(capsys, checkpoint, "--check")
+    assert code == 0 and "manifest: 3 files; every sha256 agrees" in out
+    flip(checkpoint / "model.safetensors")
+    assert run(capsys, checkpoint)[0] == 0  # headers do not see it
+    code, out, err = run(capsys, checkpoint, "--check")
+    assert (code, out) == (2, "")
+    assert "model.safetensors differs from its manifest: the size is right" in err and "truncated" not in err
+
+
+@pytest.mark.parametrize("flags", [[], ["--check"]])
+def test_the_manifest_in_json(checkpoint, capsys, flags):
+    found = json.loads(run(capsys, checkpoint, "--json", *flags)[1])
+    assert found["manifest"] == {"files": 3, "checked": bool(flags)}
+
+
+def test_without_a_manifest_it_says_so(checkpoint, capsys):
+    (checkpoint / "manifest.json").unlink()
+    code, out, _ = run(capsys, checkpoint)
+    assert code == 1 and "problem: manifest.json is missing" in out and "manifest: none; " in out
+    code, out, _ = run(capsys, checkpoint, "--json")
+    found = json.loads(out)
+    assert code == 1 and found["manifest"] is None and "manifest.json is missing" in found["problems"][0]
+    code, _, err = run(capsys, checkpoint, "--check")
+    assert code == 2 and "manifest.json is missing" in err
+
+
+def test_a_tokenizer_that_is_gone_is_a_problem_and_one_that_never_was_is_not(checkpoint, tmp_path, capsys):
+    (checkpoint / "tokenizer.json").unlink()
+    code, out, _ = run(capsys, checkpoint)
+    assert code == 1 and f"problem: {checkpoint / 'tokenizer.json'} is missing" in out and "tokenizer: none" in out
+    bare = write_checkpoint(tmp_path / "bare", CONFIG, tokenizer=False)
+    code, out, _ = run(capsys, bare, "--json")
+    assert code == 0 and json.loads(out)["tokenizer"] is None
+    code, out, _ = run(capsys, bare)
+    assert code == 0 and "tokenizer: none; prompts can only be token ids" in out
+
+
+def test_a_tensor_file_that_a_load_would_refuse_is_a_problem(checkpoint, tmp_path, capsys):
+    other = write_checkpoint(tmp_path / "other", CONFIG, dtype=torch.bfloat16)
+    (checkpoint / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    code, out, _ = run(capsys, checkpoint)
+    assert code == 1 and "model.safetensors differs from its manifest: " in out and "truncated" not in out
+
+
+def test_one_token_is_not_several(capsys, tmp_path):
+    folder = write_checkpoint(tmp_path / "one", tiny(limit=1))
+    _, out, _ = run(capsys, folder)
+    assert " rows of 1 token (" in out
 
 
 def test_no_torch_is_loaded(checkpoint):
@@ -226,6 +286,7 @@ def test_a_layer_or_head_that_is_not_there(checkpoint, capsys, option, number):
         (["--attention", "def", "--layer", "two"], "--layer two: not a number"),
         (["--attention", "def", "--head", "-1"], "--head -1: not a number"),
         (["--attention", "def", "--tensors"], "two questions"),
+        (["--attention", "def", "--check"], "--check and --attention are two questions"),
         (["--attention", "def", "--json", "--format", "svg"], "both given"),
         (["--attention", "def", "--format", "png"], "'png'"),
     ],

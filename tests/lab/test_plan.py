@@ -460,6 +460,8 @@ def test_the_limit_says_both_numbers(capsys):
         (["gpt2", "--chunk", "0"], "cache.chunk"),
         (["gpt2", "--budget", "0"], "budget: must be at least 1"),
         (["gpt2", "--dtype", "float23"], "did you mean 'float32'?"),
+        (["gpt2", "--dtype", "foo"], "--dtype: unknown dtype 'foo'"),
+        (["gpt2", "--weights-dtype", "foo"], "--weights-dtype: unknown dtype 'foo'"),
         (["gpt2", "--weights-dtype", "bf16"], "did you mean 'bfloat16'?"),
         (["gpt2", "--layout", "ring"], "'ring'"),
         (["gpt2", "--fit", "8 gigs"], "'8 gigs' is not a size in bytes"),
@@ -470,6 +472,12 @@ def test_the_limit_says_both_numbers(capsys):
 def test_what_cannot_be_is_refused(capsys, arguments, says):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "") and says in err and err.startswith("kvad: error: ")
+
+
+def test_one_is_singular(capsys):
+    code, out, _ = run(capsys, "gpt2", "--context", "1", "--rows", "1", "--bandwidth", "10")
+    assert code == 0 and "1 row of 1 token, " in out and "a step of 1 new token, 1 row of logits" in out
+    assert "1 row at 1 token: " in out and "1 tokens" not in out
 
 
 def test_a_bidirectional_model_has_no_cache(tmp_path, capsys):

@@ -95,7 +95,7 @@ def test_lines_that_are_none(tmp_path):
     path.write_text('{"a": 1}\n[1]\n{"a": 2')
     assert read_lines(path) == [{"a": 1}]
     path.write_text('{"a": 1\n{"a": 2}\n')
-    with pytest.raises(DataError, match=r"x.jsonl, line 1: not JSON"):
+    with pytest.raises(DataError, match=r"x.jsonl is not a JSON-lines file of metrics: line 1 is not JSON"):
         read_lines(path)
     with pytest.raises(DataError, match="no such file"):
         read_lines(tmp_path / "none.jsonl")
@@ -113,6 +113,26 @@ def test_the_command(metrics, tmp_path, capsys):
     assert "holds no training steps" in capsys.readouterr().err
     two = ["plot", str(metrics), str(metrics), "--y", "loss", "--y", "val_loss", "-o", str(out)]
     assert main(two) == 0 and f"{tmp_path.name} val_loss" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("loss.png", b"\x89PNG\r\n\x1a\n\0\0", "it is not text"),
+        ("loss.svg", b"<svg>\n</svg>\n", "line 1 is not JSON"),
+        ("one.txt", b"one line of prose", "line 1 is not JSON"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--y", "loss"]])
+def test_a_file_of_another_kind_is_one_clear_line(tmp_path, capsys, name, content, why, options):
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert main(["plot", str(path), *options]) == 2
+    seen = capsys.readouterr()
+    error, hint = seen.err.splitlines()
+    assert error == f"kvad: error: {path} is not a JSON-lines file of metrics: {why}"
+    assert "metrics.jsonl" in hint and not seen.out and "codec" not in seen.err
+    assert [one.name for one in tmp_path.iterdir()] == [name]
 
 
 def test_matplotlib_is_imported_only_to_draw():

@@ -3,21 +3,23 @@
 import dataclasses
 import json
 import math
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from kvad.cache import planning
 from kvad.cache.sizing import CacheConfig
 from kvad.checkpoint.native import save
 from kvad.cli.main import main
 from kvad.config import Attention, DynamicScaling, Gated, Layer, ModelConfig, Rope, Stack
-from kvad.errors import EngineError, UsageError
+from kvad.errors import EngineError, MemoryPlanError, UsageError
 from kvad.lab.findings import EXACT
 from kvad.lab.replay import Happened, Replayed, Stream, replay, uncached
 from kvad.lab.scenario import Options, check_happened, fitting, make_streams, prompts_of
-from kvad.lab.verify import compare, tolerance, verify
+from kvad.lab.verify import compare, require_room, tolerance, verify
 from kvad.model.transformer import Transformer
 from kvad.text.plain import ByteTokenizer
 
@@ -229,7 +231,11 @@ def test_json_holds_everything(checkpoint, capsys):
 def test_a_broken_memory_is_named_and_exits_1(checkpoint, capsys):
     assert main(["verify", checkpoint, *SMALL, "--break", "mask", "--dtype", "float32"]) == 1
     out = capsys.readouterr().out
-    assert "fault      mask: " in out and "first at layer 0, row 1, position 0" in out and "usually    " in out
+    assert (
+        "fault      mask: " in out
+        and "first at layer 0, row 1, position 0 of the float64 twin" in out
+        and "usually    " in out
+    )
     assert out.splitlines()[-1] == "verdict: BROKEN (paged float32, contiguous float32)"
 
 
@@ -238,6 +244,73 @@ def test_broken_json_names_it_too(checkpoint, capsys):
     found = json.loads(capsys.readouterr().out)
     finding = found["memories"][0]["finding"]
     assert found["broken"] and finding["fault"] == "scale" and finding["layer"] == 0 and finding["causes"]
+
+
+def test_a_rounding_is_named_in_the_precision_that_was_promised(checkpoint, capsys):
+    """The float64 twin stores float32 then: true of the twin, and no explanation of a float32 memory."""
+    assert (
+        main(["verify", checkpoint, *SMALL, "--break", "dtype", "--layout", "paged", "--dtype", "float32,float64"]) == 1
+    )
+    out = capsys.readouterr().out
+    single, double = out.split("BROKEN     ")[1:]
+    assert single.startswith("paged float32\n") and "of the float32 memory" in single
+    assert "rounded to bfloat16, where float32 was promised" in single
+    assert double.startswith("paged float64\n") and "of the float64 twin" in double
+    assert "rounded to float32, where float64 was promised" in double
+
+
+def test_more_rows_than_fit_are_refused_before_anything_is_made(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr(planning, "available_bytes", lambda: 64 * 2**20)
+    monkeypatch.setattr("kvad.lab.verify._Run", lambda *_, **__: pytest.fail("it was begun"))
+    assert main(["verify", checkpoint, "--rows", "1" + "0" * 30]) == 2
+    assert main(["verify", checkpoint, "--rows", "100000"]) == 2
+    *_, error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("kvad: error: --rows 100000: verifying takes about ") and error.endswith(
+        "and 64.0 MiB is available"
+    )
+    assert hint.startswith("kvad: hint: what would fit: --rows ")
+
+
+def test_what_would_fit_fits_and_one_more_does_not():
+    config = tiny().config
+    lengths = [len(prompt) for prompt in prompts_of(config, OPTIONS, None)]
+    many = dataclasses.replace(OPTIONS, rows=100_000)
+    with pytest.raises(MemoryPlanError) as caught:
+        require_room(config, lengths, many, 64 * 2**20)
+    rows = int(caught.value.hint.rpartition(" ")[2])
+    require_room(config, lengths, dataclasses.replace(many, rows=rows), 64 * 2**20)
+    with pytest.raises(MemoryPlanError):
+        require_room(config, lengths, dataclasses.replace(many, rows=rows + 1), 64 * 2**20)
+    with pytest.raises(MemoryPlanError, match="not even one row fits"):
+        require_room(config, lengths, many, 1000)
+    require_room(config, lengths, many, None)
+
+
+def test_a_flipped_byte_of_the_weights_is_named(checkpoint, capsys, tmp_path):
+    folder = tmp_path / "flipped"
+    shutil.copytree(checkpoint, folder)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-9] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    assert main(["verify", str(folder), *SMALL, "--dtype", "float32"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and "model.safetensors" in said.err and "sha256" in said.err
+
+
+@pytest.mark.parametrize("where", ["kvad.lab.verify.verify", "kvad.checkpoint.native.load_model"])
+def test_ctrl_c_says_that_nothing_was_decided(checkpoint, capsys, monkeypatch, where):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    assert main(["verify", checkpoint, *SMALL]) == 130
+    assert capsys.readouterr() == ("", "kvad: interrupted before every memory was verified: nothing was decided\n")
+
+
+def test_one_is_singular(checkpoint, capsys):
+    options = ("--rows", "1", "--tokens", "2", "--no-preempt", "--layout", "contiguous", "--dtype", "float64")
+    assert main(["verify", checkpoint, *options]) == 0
+    assert "1 forked sample\n" in capsys.readouterr().out
 
 
 def test_own_prompts_are_the_rows(checkpoint, capsys):
@@ -298,3 +371,10 @@ def test_a_broken_structure_widens_no_tolerance():
     sound, hurt = run(tiny(), options), run(tiny(), options, fault="mask")
     assert hurt.memories[0].tolerance <= sound.memories[0].tolerance * 1.01
     assert hurt.memories[0].ties < hurt.memories[0].compared - hurt.memories[0].agree
+
+
+def test_a_config_edited_by_hand_is_verified(checkpoint, capsys, tmp_path):
+    folder = tmp_path / "edited"
+    shutil.copytree(checkpoint, folder)
+    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    assert main(["verify", str(folder), *SMALL, "--dtype", "float32"]) == 0

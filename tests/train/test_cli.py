@@ -129,6 +129,90 @@ def test_bad_input_is_one_clear_line_and_exit_code_2(bad, monkeypatch, arguments
     assert says in line
 
 
+@pytest.mark.parametrize("arguments", [["short.txt"], ["latin.txt"], ["long.txt", "--device", "tpu9"],
+                                       ["long.txt", "--batch", "10000000"], ["long.txt", "--context", "500000000"],
+                                       ["long.txt", "--context", "5000"], ["long.txt", "--set", "width=31"],
+                                       ["long.txt", "--accumulate", "100000000000"],
+                                       ["long.txt", "--validation", "1e-9"]])  # fmt: skip
+@pytest.mark.parametrize("there", [False, True])
+def test_bad_input_leaves_nothing_behind(bad, monkeypatch, arguments, there):
+    monkeypatch.chdir(bad)
+    Path("long.txt").write_text("1 is less than 2. " * 100)
+    if there:
+        Path("runs/x").mkdir(parents=True)
+    code, _, stderr = kvad("train", "--tokenizer", "byte", "--preset", "tiny", *arguments, "--out", "runs/x")
+    assert code == 2, stderr
+    assert (not Path("runs").exists()) if not there else not list(Path("runs/x").iterdir())
+
+
+def test_a_run_that_would_be_overwritten_keeps_its_tokens(corpus, tmp_path):
+    out = tmp_path / "run"
+    assert kvad("train", corpus, "--out", out, *QUICK, "--steps", 2)[0] == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    (tmp_path / "short.txt").write_text("ab")
+    code, _, stderr = kvad("train", tmp_path / "short.txt", "--out", out, *QUICK, "--overwrite")
+    assert code == 2 and "too short" in stderr
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("flags", [["--batch", "10000000"], ["--context", "100000000"], ["--set", "width=3200000"]])
+def test_what_cannot_fit_is_refused_before_anything_is_allocated(corpus, tmp_path, flags):
+    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, *flags)
+    assert code == 2
+    error, hint = stderr.splitlines()[-2:]
+    assert error.startswith("kvad: error: training on ") and " needs about " in error and "is available" in error
+    assert "--batch" in hint
+
+
+def test_the_batch_that_would_fit_is_named(corpus, tmp_path, monkeypatch):
+    from kvad.cache import available
+
+    monkeypatch.setattr(available, "available_bytes", lambda: 3_000_000)
+    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch", "5000")
+    assert code == 2 and "2.9 MiB is available" in stderr
+    batch = stderr.partition("what would fit: --batch ")[2].split()[0]
+    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "run", *QUICK, "--batch", batch, "--steps", "1")
+    assert code == 0 and int(batch) > 1, stderr
+    monkeypatch.setattr(available, "available_bytes", lambda: 30_000)
+    code, _, stderr = kvad("train", "--resume", "--out", tmp_path / "run")
+    assert code == 2 and "not even --batch 1 fits" in stderr
+
+
+def test_a_run_inside_its_corpus_is_refused(bad, monkeypatch):
+    monkeypatch.chdir(bad)
+    Path("texts").mkdir()
+    Path("texts/long.txt").write_text("1 is less than 2. " * 100)
+    for out in ("texts", "texts/run", "texts/../texts/deep/run", bad / "texts" / "run"):
+        code, _, stderr = kvad("train", "texts", "--out", out, *QUICK, "--steps", "1")
+        error, hint = stderr.splitlines()
+        assert code == 2 and error.startswith(f"kvad: error: {out} lies inside the corpus texts: "), stderr
+        assert "choose another --out" in hint
+    assert [path.name for path in Path("texts").iterdir()] == ["long.txt"]
+    for out, flags in {"texts2": [], "texts/.run": [], "texts/run": ["--suffix", ".txt"]}.items():
+        code, _, stderr = kvad("train", "texts", "--out", out, *QUICK, "--steps", "1", *flags)
+        assert code == 0, stderr  # beside it, hidden from it, or not among its files
+        code, _, stderr = kvad("train", "--resume", "--out", out)
+        assert code == 0, stderr
+
+
+@pytest.mark.parametrize("out", ["short.txt", "short.txt/run"])
+def test_an_out_that_is_a_file_says_so(bad, monkeypatch, out):
+    monkeypatch.chdir(bad)
+    code, _, stderr = kvad("train", "latin.txt", "--errors", "replace", "--out", out, *QUICK)
+    error, hint = stderr.splitlines()
+    assert code == 2 and "short.txt is a file, and a run needs a folder" in error
+    assert hint == "kvad: hint: choose another folder for --out" and Path("short.txt").read_bytes() == b"ab"
+
+
+def test_one_is_not_several(bad, monkeypatch):
+    monkeypatch.chdir(bad)
+    Path("long.txt").write_text("1 is less than 2. " * 100)
+    code, _, stderr = kvad("train", "long.txt", "--out", "run", *QUICK, "--steps", "1")
+    assert code == 0 and "corpus: 1 file, " in stderr and "in 1 document\n" in stderr and "\n1 step, " in stderr
+    short = kvad("train", "short.txt", "--out", "no", *QUICK, "--validation", "0.5")[2]
+    assert "2 tokens to train on" in short or "3 tokens cannot" in short
+
+
 def test_errors_replace_is_offered(bad, monkeypatch):
     monkeypatch.chdir(bad)
     assert "--errors replace" in kvad("train", "latin.txt", "--out", "run")[2]

@@ -66,7 +66,13 @@ def test_metrics_drop_what_will_be_done_again(tmp_path):
     again.on_step(step(6))
     again.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["kind"], line["step"]) for line in lines] == [("run", 0), ("step", 2), ("step", 4), ("step", 6)]
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("run", 0),
+        ("step", 1),
+        ("step", 2),
+        ("step", 4),
+        ("step", 6),
+    ]
     fresh = MetricsFile(path, log_every=1)
     fresh.on_start(START)
     fresh.close()

@@ -1,0 +1,79 @@
+"""What training takes, from shapes and before anything of it is allocated: so that a batch that cannot be is refused.
+
+An estimate of what is held at the same time; what comes and goes beside it (a layer's temporaries, torch itself) is not
+counted, so that no run is refused that would have fitted.  P parameters; rows of S tokens; T tokens of one micro-batch
+(``--batch`` rows), A micro-batches of an optimizer step; other letters as in ``step.py``, F an MLP's hidden width::
+
+    state        16 P        weights, their gradients and AdamW's two moments, float32
+    rows         48 T A      tokens, positions, documents, limits, wanted, targets: int64, all micro-batches at once
+    activations  4 T x       what the backward pass of one micro-batch needs, float32; under bf16 0.6 of it, + 2 P for
+                             the weights' copies.  x is the sum over layers of
+                                 5 E + 2 (H + K) D + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate) + S
+                                 + 4 H S where attention makes its scores (softcap, sink logits), H S with a bias
+    logits       16 min(T V, max(LOGIT_BUDGET, V))    logits, their log-probabilities and the gradients of both
+
+A test counts what autograd really keeps.  Only the CPU's memory is asked for: another device answers for itself.
+No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
+"""
+
+from __future__ import annotations
+
+from kvad.config import Gated, Layer, ModelConfig, Rope, head_dim
+from kvad.errors import MemoryPlanError, counted
+from kvad.train.config import RunConfig
+
+__all__ = ["require", "training_bytes"]
+
+LOGIT_BUDGET = 1 << 22  # objective.py's, which imports torch; a test holds them equal
+HALF = 0.6  # of the activations, where autocast multiplies in bf16: the stream and the norms stay float32
+
+
+def training_bytes(model: ModelConfig, run: RunConfig, parameters: int, batch: int, *, half: bool = False) -> int:
+    """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast."""
+    tokens = batch * run.data.context
+    layers = [model.decoder.layer(index) for index in range(model.decoder.layers)]
+    kept = 4 * tokens * sum(_kept(model, layer, run.data.context) for layer in layers)
+    logits = 16 * min(tokens * model.vocab, max(LOGIT_BUDGET, model.vocab))
+    activations = int(HALF * kept) + 2 * parameters if half else kept
+    return 16 * parameters + 48 * tokens * run.train.accumulate + activations + logits
+
+
+def _kept(model: ModelConfig, layer: Layer, context: int) -> int:
+    """Elements per token that a layer keeps for its backward pass."""
+    mixer, dim = layer.mixer, head_dim(model, layer.mixer)
+    heads, kv_heads, value_dim = mixer.heads, mixer.kv_heads or mixer.heads, mixer.value_dim or dim
+    attention = 2 * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim + context
+    if mixer.softcap is not None or mixer.sinks:
+        attention += 4 * heads * context
+    elif not (mixer.position is None or isinstance(mixer.position, Rope)):
+        attention += heads * context
+    return 5 * model.width + attention + (4 if isinstance(layer.mlp, Gated) else 2) * layer.mlp.hidden
+
+
+def require(model: ModelConfig, run: RunConfig, parameters: int, available: int | None, *, half: bool = False) -> None:
+    """MemoryPlanError when training needs more than ``available``: it names need, have, and what would fit.
+
+    ``available`` None (nobody knows) lets everything pass.
+    """
+
+    def need(batch: int) -> int:
+        return training_bytes(model, run, parameters, batch, half=half)
+
+    batch = run.train.batch
+    if available is None or need(batch) <= available:
+        return
+    low, high = 0, batch  # low fits or is 0; high does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if need(middle) <= available else (low, middle)
+    hint = f"what would fit: --batch {low} (more rows to a step: --accumulate)"
+    raise MemoryPlanError(
+        f"training on {counted(batch, 'row')} of {counted(run.data.context, 'token')} at a time needs about "
+        f"{_shown(need(batch))} (weights, gradients and moments {_shown(16 * parameters)}) and {_shown(available)} "
+        "is available",
+        hint if low else "not even --batch 1 fits: a smaller --context, --accumulate or model would",
+    )
+
+
+def _shown(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,113 @@
+"""What training takes, estimated from shapes: held against what autograd keeps, and what is refused by it."""
+
+import pytest
+import torch
+
+from kvad.errors import MemoryPlanError
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.step import Lane, Step
+from kvad.train import objective
+from kvad.train.config import RunConfig
+from kvad.train.memory import LOGIT_BUDGET, require, training_bytes
+from kvad.train.objective import Autocast
+from kvad.train.presets import PRESETS
+from lab.models import CONFIGS
+
+ROWS, CONTEXT = 4, 64
+RUN = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": ROWS}})
+
+
+def packed(config, rows, context):
+    """Rows of two documents each."""
+    positions = torch.arange(context).repeat(rows)
+    return Step(
+        tokens=torch.arange(rows * context) % config.vocab,
+        positions=positions,
+        lanes=(Lane(rows, context, context),),
+        wanted=torch.arange(rows * context),
+        documents=(positions >= context // 2).long(),
+        limits=torch.full((rows * context,), context),
+    )
+
+
+def kept_bytes(model, precision):
+    """Bytes that the graph of one forward pass holds, the parameters themselves left out."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = {}
+
+    def hold(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            held[storage.data_ptr()] = storage  # kept alive: an address is one storage's
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor), Autocast(precision, "cpu")():
+        model(packed(model.config, ROWS, CONTEXT), Fresh(model.config))
+    return sum(storage.nbytes() for storage in held.values())
+
+
+def activations(config, half=False):
+    """The estimate's own: what is left when state, rows and logits are taken off, and the copies under bf16."""
+    logits = 16 * min(ROWS * CONTEXT * config.vocab, LOGIT_BUDGET)
+    return training_bytes(config, RUN, 0, ROWS, half=half) - 48 * ROWS * CONTEXT - logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_estimate_is_near_what_autograd_keeps(name):
+    kept = kept_bytes(Transformer(CONFIGS[name]), "fp32")
+    assert kept / 1.5 <= activations(CONFIGS[name]) <= 1.25 * kept
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_estimate_of_a_preset_is_near_it_too(precision):
+    config, half = PRESETS["tiny"](256, CONTEXT), precision == "bf16"
+    model = Transformer(config)
+    copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
+    kept = kept_bytes(model, precision) - copies
+    assert kept / 1.25 <= activations(config, half) <= 1.1 * kept
+
+
+def test_state_rows_and_copies_are_counted():
+    config = CONFIGS["plain"]
+    plain = training_bytes(config, RUN, 0, ROWS)
+    assert training_bytes(config, RUN, 1000, ROWS) - plain == 16_000
+    assert (
+        training_bytes(config, RUN, 1000, ROWS, half=True) - training_bytes(config, RUN, 0, ROWS, half=True) == 18_000
+    )
+    more = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"accumulate": 3}})
+    assert training_bytes(config, more, 0, ROWS) - plain == 2 * 48 * ROWS * CONTEXT
+
+
+def test_the_budget_is_the_objectives():
+    assert LOGIT_BUDGET == objective.LOGIT_BUDGET
+
+
+def of_batch(batch):
+    return RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": batch}})
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 500])
+def test_the_largest_micro_batch_is_named_and_passes(most):
+    config = CONFIGS["plain"]
+    have = training_bytes(config, RUN, 5000, most)
+    require(config, of_batch(most), 5000, have)
+    with pytest.raises(MemoryPlanError, match=rf"what would fit: --batch {most} ") as caught:
+        require(config, of_batch(1000), 5000, have)
+    assert "training on 1,000 rows of 64 tokens at a time needs about" in caught.value.message
+    assert "MiB is available" in caught.value.message and caught.value.exit_code == 2
+    require(config, of_batch(1000), 5000, None)  # nobody knows
+
+
+def test_what_fits_in_no_batch_says_so():
+    with pytest.raises(MemoryPlanError, match="not even --batch 1 fits") as caught:
+        require(CONFIGS["plain"], of_batch(1), 5000, 80_000)
+    assert "1 row of 64 tokens" in caught.value.message
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_the_demo_trains_takes_little(precision):
+    """``kvad demo``: 4 rows of 256 tokens of the demo preset, on a machine with half a gibibyte left."""
+    config = PRESETS["demo"](4096, 256)
+    demo = RunConfig.from_dict({"data": {"context": 256}, "train": {"batch": 4}})
+    require(config, demo, 10_400_000, 1 << 29, half=precision == "bf16")
