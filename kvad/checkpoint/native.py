@@ -209,8 +209,9 @@ Verify = bool | Literal["tensors"]
 def load(folder: Path, *, verify: Verify = False) -> Checkpoint:
     """Look at a checkpoint folder, or at the newest one of a run; no tensor is read.
 
-    ``verify``: compare every file with its sha256; ``"tensors"``: only those, as text may be edited by hand.  Raises CheckpointError for a folder that is not a whole
-    checkpoint, ConfigError naming the file and the key for a config that cannot be.
+    ``verify``: compare every file with its sha256; ``"tensors"``: only those, as text may be edited by hand.  Raises
+    CheckpointError for a folder that is not a whole checkpoint, ConfigError naming the file and the key for a config
+    that cannot be.
     """
     path = locate(Path(folder))
     try:
