@@ -120,12 +120,13 @@ def load(folder: Path) -> Model:
     mixer, norm, mlp, rope = layer["mixer"], layer["norm"], layer["mlp"], layer["mixer"]["position"] or {}
     found = [rope.get(key) for key in ("kind", "fraction", "interleaved", "scaling")]
     found += [decoder["norm_place"], norm["kind"], norm["unit_offset"], mlp["kind"], mlp["activation"]]
-    found += [mixer[key] for key in ("scale", "softcap", "window", "value_dim")]
-    found += [len(decoder["kinds"]), config["position"], config["embedding_scale"], head["scale"], head["softcap"]]
+    found += [mixer[key] for key in ("scale", "softcap", "window", "value_dim", "clip")]
+    found += [len(decoder["kinds"]), config["encoder"], {k: v for k, v in config["embed"].items() if v}, mixer["own"]]
+    found += [head[key] for key in ("scale", "softcap", "transform")]
     parts = {"q", "k", "v", "out", "gate", "up", "down", "norm1", "norm2", "norm", "tokens", "head"}
     found += [name for name in weights if name.split(".")[-2] not in parts or not name.endswith("weight")]
-    page = ["rope", 1, False, None, "pre", "rms", False, "gated", "silu", "default", None, None, None]
-    if found != [*page, 1, None, 1, 1, None]:
+    page = ["rope", 1, False, None, "pre", "rms", False, "gated", "silu", "default", None, None, None, None]
+    if found != [*page, 1, None, {"scale": 1, "project": "end"}, None, 1, None, None]:
         raise SystemExit(f"{folder}: this page does RoPE, RMSNorm before each half and SwiGLU only, not {found}")
     return Model(weights, mixer["heads"], mixer["kv_heads"] or mixer["heads"], rope["theta"], norm["eps"])
 

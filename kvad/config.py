@@ -14,13 +14,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from kvad.arch import (
+    Alibi,
+    Attention,
+    Classes,
+    DynamicScaling,
+    Embedding,
+    Experts,
+    Gated,
+    Head,
+    Layer,
+    LearnedPositions,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Norm,
+    OwnPositions,
+    Plain,
+    Pooled,
+    Pooling,
+    Rope,
+    Scaling,
+    SinusoidalPositions,
+    Stack,
+    T5Bias,
+    Transform,
+    YarnScaling,
+)
 from kvad.errors import ConfigError, nearest
 from kvad.schema import from_dict, override, to_dict
 
 __all__ = [
     "Alibi",
     "Attention",
+    "Classes",
     "DynamicScaling",
+    "Embedding",
+    "Experts",
     "Gated",
     "Head",
     "Layer",
@@ -31,246 +61,71 @@ __all__ = [
     "MixerSpec",
     "ModelConfig",
     "Norm",
+    "OwnPositions",
     "Plain",
+    "Pooled",
+    "Pooling",
     "Rope",
+    "Scaling",
     "SinusoidalPositions",
+    "Source",
     "Stack",
     "T5Bias",
+    "Transform",
     "YarnScaling",
+    "encoder_mixers",
     "from_dict",
+    "head_dim",
+    "head_width",
     "mixers",
     "override",
+    "source_width",
+    "table_width",
     "to_dict",
 ]
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
-
-
-# ---------------------------------------------------------------- positions
-
 
 @dataclass(frozen=True)
-class LinearScaling:
-    """Position interpolation (Chen et al. 2023): positions are divided by ``factor``."""
+class Source:
+    """The encoder's side of an encoder-decoder.  ``vocab`` None: it shares the decoder's table of tokens.  ``width``:
+    of the encoder's layers, where it is not the decoder's (T5Gemma 9B-2B)."""
 
-    factor: float
-    kind: Literal["linear"] = "linear"
-
-
-@dataclass(frozen=True)
-class DynamicScaling:
-    """Dynamic NTK: a row whose limit n exceeds ``original`` gets the base theta * (f n/original - (f-1))^(D/(D-2)).
-
-    n is the row's limit, fixed at admission, so that keys already stored are never rotated by another base.
-    """
-
-    factor: float
-    original: int
-    kind: Literal["dynamic"] = "dynamic"
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1: long wavelengths are divided by ``factor``, short ones kept, those between interpolated."""
-
-    factor: float
-    original: int
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    kind: Literal["llama3"] = "llama3"
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN (Peng et al. 2023, sec. 3.2): NTK by parts, and a temperature on cos and sin.
-
-    ``attention_factor`` None means 0.1 ln(factor) + 1, or the ratio of the two mscale terms where they are given.
-    """
-
-    factor: float
-    original: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    kind: Literal["yarn"] = "yarn"
-
-
-@dataclass(frozen=True)
-class LongRopeScaling:
-    """LongRoPE (Ding et al. 2024): one factor per frequency, ``short`` up to ``original``, ``long`` for longer rows."""
-
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    original: int
-    factor: float | None = None  # limit / original, where the checkpoint states it; decides the attention factor
-    attention_factor: float | None = None
-    kind: Literal["longrope"] = "longrope"
-
-
-Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions on the first ``fraction`` of each head; ``interleaved`` pairs (0,1),(2,3),... as GPT-J does."""
-
-    theta: float = 10000.0
-    fraction: float = 1.0
-    interleaved: bool = False
-    scaling: Scaling | None = None
-    kind: Literal["rope"] = "rope"
-
-
-@dataclass(frozen=True)
-class Alibi:
-    """Linear biases (Press et al. 2021); slopes follow from the number of heads, powers of two or not."""
-
-    kind: Literal["alibi"] = "alibi"
-
-
-@dataclass(frozen=True)
-class T5Bias:
-    """Bucketed relative bias; one table shared by all layers of the stack (T5), or one per layer (UMT5)."""
-
-    buckets: int = 32
-    max_distance: int = 128
-    bidirectional: bool = False
-    shared: bool = True
-    kind: Literal["t5"] = "t5"
-
-
-@dataclass(frozen=True)
-class LearnedPositions:
-    """A table of ``size`` rows added to the embeddings (GPT-2); ``offset`` is added to the position (OPT: 2)."""
-
-    size: int
-    offset: int = 0
-    kind: Literal["learned"] = "learned"
-
-
-@dataclass(frozen=True)
-class SinusoidalPositions:
-    """Sines and cosines added to the embeddings (Vaswani et al. 2017, sec. 3.5).
-
-    ``form``: ``interleaved`` (the paper: sin, cos, sin, cos), ``concat`` (all sines, then all cosines; Marian),
-    ``fairseq`` (concat with the half-1 frequencies; M2M100, XGLM).  No table limits the length.
-    """
-
-    base: float = 10000.0
-    form: Literal["interleaved", "concat", "fairseq"] = "interleaved"
-    offset: int = 0
-    kind: Literal["sinusoidal"] = "sinusoidal"
-
-
-# ---------------------------------------------------------------- layers
-
-
-@dataclass(frozen=True)
-class Norm:
-    """``layer``: (x - mean) / sqrt(var + eps) * w (+ b).  ``rms``: x / sqrt(mean(x^2) + eps) * (w or 1 + w)."""
-
-    kind: Literal["layer", "rms"] = "rms"
-    eps: float = 1e-5
-    bias: bool = False
-    unit_offset: bool = False  # the weight is stored as w - 1 (Gemma)
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Multi-head attention: ``heads`` queries share ``kv_heads`` keys and values (MHA = all, GQA, MQA = 1).
-
-    ``head_dim`` and ``value_dim`` are free of width / heads.  ``scale``: ``"default"`` = 1/sqrt(head_dim),
-    ``"none"`` = 1 (T5), or a number.  ``qk_norm``: normalise q and k per ``head`` or over the ``full`` projection.
-    """
-
-    heads: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
-    position: Rope | Alibi | T5Bias | None = field(default_factory=Rope)
-    causal: bool = True
-    window: int | None = None
-    bias: bool = False
-    out_bias: bool = False
-    qk_norm: Literal["none", "head", "full"] = "none"
-    softcap: float | None = None
-    sinks: bool = False
-    scale: Literal["default", "none"] | float = "default"
-
-
-@dataclass(frozen=True)
-class Plain:
-    """``down(act(up(x)))``."""
-
-    hidden: int
-    activation: Activation = "gelu"
-    bias: bool = False
-    kind: Literal["plain"] = "plain"
-
-
-@dataclass(frozen=True)
-class Gated:
-    """``down(act(gate(x)) * up(x))`` (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
-
-    hidden: int
-    activation: Activation = "silu"
-    bias: bool = False
-    kind: Literal["gated"] = "gated"
-
-
-@dataclass(frozen=True)
-class Layer:
-    mixer: Attention
-    mlp: Plain | Gated
-    norm: Norm = field(default_factory=Norm)
-
-
-@dataclass(frozen=True)
-class Stack:
-    """``layers`` layers; layer i is of kind ``pattern[i % len(pattern)]``.
-
-    ``norm_place``: ``pre`` x + f(norm(x)); ``post`` norm(x + f(x)); ``sandwich`` x + norm(f(norm(x)));
-    ``parallel`` x + attention(norm(x)) + mlp(norm(x)).  ``final_norm`` follows the last layer.
-    """
-
-    layers: int
-    kinds: Mapping[str, Layer]
-    pattern: str = "L"
-    norm_place: Literal["pre", "post", "sandwich", "parallel"] = "pre"
-    final_norm: bool = True
-
-    def kind_of(self, index: int) -> str:
-        return self.pattern[index % len(self.pattern)]
-
-    def layer(self, index: int) -> Layer:
-        return self.kinds[self.kind_of(index)]
-
-
-@dataclass(frozen=True)
-class Head:
-    """From hidden states to logits: ``softcap(scale * (W h + b))``."""
-
-    bias: bool = False
-    softcap: float | None = None
-    scale: float = 1.0
+    limit: int
+    embed: Embedding = field(default_factory=Embedding)
+    vocab: int | None = None
+    width: int | None = None
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only Transformer.  ``limit`` is the longest row (prompt + generated) that the model may hold."""
+    """A Transformer: a decoder, an encoder, or both.
+
+    ``limit`` is the longest row (prompt + generated; of an encoder, its tokens) that the model may hold.  ``embed`` is
+    the decoder's embedding, or the encoder's where it stands alone; ``source`` the encoder's where there are both.
+    """
 
     width: int
     vocab: int
     limit: int
-    decoder: Stack
-    position: LearnedPositions | SinusoidalPositions | None = None
-    embedding_scale: float = 1.0
-    embedding_norm: Norm | None = None
-    head: Head = field(default_factory=Head)
+    decoder: Stack | None = None
+    encoder: Stack | None = None
+    embed: Embedding = field(default_factory=Embedding)
+    source: Source | None = None
+    head: Head | Classes | Pooled = field(default_factory=Head)
     tie: bool = True
+
+    @property
+    def kind(self) -> Literal["decoder", "encoder", "encoder-decoder"]:
+        if self.decoder is None:
+            return "encoder"
+        return "decoder" if self.encoder is None else "encoder-decoder"
+
+    @property
+    def stack(self) -> Stack:
+        """The stack whose output the head reads: the decoder, or the encoder where it stands alone."""
+        stack = self.encoder if self.decoder is None else self.decoder
+        assert stack is not None, "_check_model has looked"
+        return stack
 
     def __post_init__(self) -> None:
         _check_model(self)
@@ -301,13 +156,17 @@ class ModelConfig:
 
 
 class MixerSpec(NamedTuple):
-    """What one attention layer asks of a memory.  Layers with equal specs form a cache group and share a table."""
+    """What one attention layer asks of a memory.  Layers with equal specs form a cache group and share a table.
+
+    ``cross``: it reads the encoder's output, written once per source.
+    """
 
     causal: bool
     window: int | None
     kv_heads: int
     head_dim: int
     value_dim: int
+    cross: bool = False
 
 
 def head_dim(config: ModelConfig, mixer: Attention) -> int:
@@ -315,15 +174,28 @@ def head_dim(config: ModelConfig, mixer: Attention) -> int:
 
 
 def mixers(config: ModelConfig) -> tuple[MixerSpec, ...]:
-    """One :class:`MixerSpec` per layer, from first to last."""
-    specs = []
-    for index in range(config.decoder.layers):
-        mixer = config.decoder.layer(index).mixer
-        dim = head_dim(config, mixer)
-        window = mixer.window if mixer.window is not None and mixer.window < config.limit else None
-        kv_heads = mixer.kv_heads or mixer.heads
-        specs.append(MixerSpec(mixer.causal, window, kv_heads, dim, mixer.value_dim or dim))
-    return tuple(specs)
+    """What a memory must hold: one :class:`MixerSpec` per decoder layer, from first to last, then one per
+    cross-attention.  An encoder keeps nothing: it has none."""
+    if config.decoder is None:
+        return ()
+    layers = [config.decoder.layer(index) for index in range(config.decoder.layers)]
+    own = [_spec(config, layer.mixer, config.limit) for layer in layers]
+    cross = [_spec(config, layer.cross, config.limit)._replace(cross=True) for layer in layers if layer.cross]
+    return (*own, *cross)
+
+
+def encoder_mixers(config: ModelConfig) -> tuple[MixerSpec, ...]:
+    """The encoder's attention layers, from first to last."""
+    if config.encoder is None:
+        return ()
+    limit = config.limit if config.source is None else config.source.limit
+    return tuple(_spec(config, config.encoder.layer(index).mixer, limit) for index in range(config.encoder.layers))
+
+
+def _spec(config: ModelConfig, mixer: Attention, limit: int) -> MixerSpec:
+    dim = head_dim(config, mixer)
+    window = mixer.window if mixer.window is not None and mixer.window < limit else None
+    return MixerSpec(mixer.causal, window, mixer.kv_heads or mixer.heads, dim, mixer.value_dim or dim)
 
 
 # ---------------------------------------------------------------- what can be right
@@ -332,39 +204,147 @@ def mixers(config: ModelConfig) -> tuple[MixerSpec, ...]:
 def _check_model(config: ModelConfig) -> None:
     for name in ("width", "vocab", "limit"):
         _at_least(1, getattr(config, name), name)
-    stack = config.decoder
-    _at_least(1, stack.layers, "decoder.layers")
+    if config.decoder is None and config.encoder is None:
+        raise ConfigError("a model needs a decoder, an encoder, or both")
+    for name, stack in (("decoder", config.decoder), ("encoder", config.encoder)):
+        if stack is not None:
+            _check_stack(config, stack, name)
+    _check_embedding(config.width, config.embed, config.limit, "embed")
+    _check_source(config)
+    _check_head(config)
+
+
+def _check_stack(config: ModelConfig, stack: Stack, where: str) -> None:
+    _at_least(1, stack.layers, f"{where}.layers")
     if not stack.pattern:
-        raise ConfigError("decoder.pattern is empty", "name a kind per layer, as in 'LLLG'")
+        raise ConfigError(f"{where}.pattern is empty", "name a kind per layer, as in 'LLLG'")
     for letter in stack.pattern:
         if letter not in stack.kinds:
-            raise ConfigError(f"decoder.pattern names kind {letter!r}", nearest(letter, stack.kinds))
+            raise ConfigError(f"{where}.pattern names kind {letter!r}", nearest(letter, stack.kinds))
     for letter, layer in stack.kinds.items():
+        at = f"{where}.kinds.{letter}"
         if letter not in stack.pattern:
-            raise ConfigError(f"decoder.kinds.{letter} is in no place of the pattern {stack.pattern!r}", "leave it out")
-        _check_attention(config, layer.mixer, f"decoder.kinds.{letter}.mixer")
-        _at_least(1, layer.mlp.hidden, f"decoder.kinds.{letter}.mlp.hidden")
-        _check_eps(layer.norm, f"decoder.kinds.{letter}.norm")
-    if config.embedding_norm is not None:
-        _check_eps(config.embedding_norm, "embedding_norm")
-    _above_zero(config.head.softcap, "head.softcap")
-    _check_position(config)
+            raise ConfigError(f"{at} is in no place of the pattern {stack.pattern!r}", "leave it out")
+        _check_attention(config, layer.mixer, f"{at}.mixer")
+        _check_mlp(layer.mlp, f"{at}.mlp")
+        _check_eps(layer.norm, f"{at}.norm")
+        if not layer.first_norm and stack.norm_place != "pre":
+            raise ConfigError(f"{at}.first_norm: only a layer of norm_place pre can do without", stack.norm_place)
+        _check_cross(config, stack, layer, where, at)
 
 
-def _check_position(config: ModelConfig) -> None:
-    position = config.position
-    if position is not None:
-        _at_least(0, position.offset, "position.offset")
-    if isinstance(position, LearnedPositions) and config.limit + position.offset > position.size:
+def _check_cross(config: ModelConfig, stack: Stack, layer: Layer, where: str, at: str) -> None:
+    wanted = where == "decoder" and config.encoder is not None
+    if layer.cross is None:
+        if wanted:
+            raise ConfigError(
+                f"{at}.cross is missing", "each decoder layer of an encoder-decoder attends to the source"
+            )
+        return
+    if not wanted:
+        raise ConfigError(f"{at}.cross: there is no encoder to attend to", "leave it out")
+    if stack.norm_place not in ("pre", "post", "sandwich"):
+        raise ConfigError(f"{at}.cross: not known with norm_place {stack.norm_place}", "pre, post or sandwich")
+    _check_attention(config, layer.cross, f"{at}.cross")
+    if layer.cross.causal or layer.cross.window is not None or layer.cross.position is not None:
+        raise ConfigError(f"{at}.cross: sees the whole source, without positions", "causal = false, position = null")
+
+
+def _check_mlp(mlp: Plain | Gated | Experts, where: str) -> None:
+    _at_least(1, mlp.hidden, f"{where}.hidden")
+    if isinstance(mlp, Experts):
+        _at_least(1, mlp.active, f"{where}.active")
+        _at_least(mlp.active, mlp.count, f"{where}.count")
+        _above_zero(mlp.clip, f"{where}.clip")
+
+
+def _check_source(config: ModelConfig) -> None:
+    both = config.decoder is not None and config.encoder is not None
+    if config.source is None:
+        if both:
+            raise ConfigError("source is missing", "an encoder-decoder's source has a limit and an embedding")
+        return
+    if not both:
+        raise ConfigError("source: only an encoder-decoder has one", "leave it out")
+    _at_least(1, config.source.limit, "source.limit")
+    if config.source.vocab is not None:
+        _at_least(1, config.source.vocab, "source.vocab")
+    elif config.source.embed.width != config.embed.width:
+        raise ConfigError("source.embed.width: a shared table has one width", "set source.vocab for a table of its own")
+    elif config.source.embed.width is None and config.source.width not in (None, config.width):
+        raise ConfigError("source.width: a shared table has one width", "set source.vocab for a table of its own")
+    if config.source.width is not None:
+        _at_least(1, config.source.width, "source.width")
+        for letter, layer in () if config.encoder is None else config.encoder.kinds.items():
+            if layer.mixer.head_dim is None:
+                raise ConfigError(f"encoder.kinds.{letter}.mixer.head_dim is missing", "source.width needs it")
+    _check_embedding(source_width(config), config.source.embed, config.source.limit, "source.embed")
+
+
+def _check_head(config: ModelConfig) -> None:
+    head = config.head
+    if isinstance(head, Head):
+        _above_zero(head.softcap, "head.softcap")
+    elif config.decoder is not None:
+        raise ConfigError(f"head.kind: a decoder ends in a language head, found {head.kind}")
+    if isinstance(head, Classes) and not head.labels:
+        raise ConfigError("head.labels is empty", "name the classes")
+    transform = head.transform
+    if transform is not None:
+        if transform.norm is not None:
+            _check_eps(transform.norm, "head.transform.norm")
+        if transform.width is not None:
+            _at_least(1, transform.width, "head.transform.width")
+    if isinstance(head, Head) and config.tie and head_width(config) != table_width(config):
         raise ConfigError(
-            f"limit {config.limit} (+ offset {position.offset}) exceeds the position table's {position.size} rows"
+            f"tie: the table is {table_width(config)} wide, the head reads {head_width(config)}",
+            "set head.transform.width, or tie = false",
+        )
+
+
+def source_width(config: ModelConfig) -> int:
+    """Of the encoder's layers, and of what cross-attention reads."""
+    return config.width if config.source is None or config.source.width is None else config.source.width
+
+
+def table_width(config: ModelConfig) -> int:
+    """Columns of the table of tokens."""
+    return config.width if config.embed.width is None else config.embed.width
+
+
+def head_width(config: ModelConfig) -> int:
+    """What the head's output matrix reads."""
+    transform = config.head.transform
+    return config.width if transform is None or transform.width is None else transform.width
+
+
+def _check_embedding(model_width: int, embed: Embedding, limit: int, where: str) -> None:
+    if embed.norm is not None:
+        _check_eps(embed.norm, f"{where}.norm")
+    elif embed.norm_first:
+        raise ConfigError(f"{where}.norm_first: there is no norm", "leave it out")
+    _at_least(0, embed.segments, f"{where}.segments")
+    if embed.width is not None:
+        _at_least(1, embed.width, f"{where}.width")
+    width = model_width if embed.width is None or embed.project == "start" else embed.width
+    _check_position(embed.position, width, limit, f"{where}.position")
+
+
+def _check_position(
+    position: LearnedPositions | SinusoidalPositions | None, width: int, limit: int, where: str
+) -> None:
+    if position is not None:
+        _at_least(0, position.offset, f"{where}.offset")
+    if isinstance(position, LearnedPositions) and limit + position.offset > position.size:
+        raise ConfigError(
+            f"{where}: limit {limit} (+ offset {position.offset}) exceeds the table's {position.size} rows"
         )
     if isinstance(position, SinusoidalPositions):
-        _above_zero(position.base, "position.base")
-        if config.width % 2:
-            raise ConfigError(f"position.kind sinusoidal needs an even width, found {config.width}")
-        if position.form == "fairseq" and config.width < 4:
-            raise ConfigError(f"position.form fairseq needs a width of at least 4, found {config.width}")
+        _above_zero(position.base, f"{where}.base")
+        if width % 2:
+            raise ConfigError(f"{where}.kind sinusoidal needs an even width, found {width}")
+        if position.form == "fairseq" and width < 4:
+            raise ConfigError(f"{where}.form fairseq needs a width of at least 4, found {width}")
 
 
 def _check_attention(config: ModelConfig, mixer: Attention, where: str) -> None:
@@ -383,6 +363,13 @@ def _check_attention(config: ModelConfig, mixer: Attention, where: str) -> None:
         if getattr(mixer, name) is not None:
             _at_least(1, getattr(mixer, name), f"{where}.{name}")
     _above_zero(mixer.softcap, f"{where}.softcap")
+    _above_zero(mixer.clip, f"{where}.clip")
+    if mixer.norm is not None:
+        _check_eps(mixer.norm, f"{where}.norm")
+        if mixer.qk_norm == "none":
+            raise ConfigError(f"{where}.norm: of q and k, which qk_norm none leaves as they are", "leave it out")
+    if isinstance(mixer.position, Alibi) and mixer.position.rounded and not mixer.causal:
+        raise ConfigError(f"{where}.position.rounded: only a causal layer rounds by the key's position")
     if isinstance(mixer.position, Rope):
         _check_rope(mixer.position, dim, f"{where}.position")
     if isinstance(mixer.position, T5Bias):

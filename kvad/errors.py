@@ -8,6 +8,7 @@
     │   ├── DataError             a corpus: missing, empty, binary, not UTF-8, too short
     │   ├── CheckpointError       a folder that is not, or is no longer, a checkpoint
     │   ├── TokenizerError        text that cannot be encoded, ids that cannot be decoded
+    │   ├── ChatTemplateError     a chat template that is missing, wrong or too expensive, or refuses the messages
     │   └── RequestError          a prompt or a sampling value
     ├── MemoryPlanError           it would not fit; refused before anything is allocated   exit code 2
     ├── SaveError                 the disk refused; what was there before is whole         exit code 2
@@ -25,6 +26,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "CacheError",
+    "ChatTemplateError",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -75,6 +77,10 @@ class CheckpointError(UsageError):
 
 
 class TokenizerError(UsageError):
+    pass
+
+
+class ChatTemplateError(UsageError):
     pass
 
 

@@ -45,6 +45,8 @@ def override(data: dict[str, Any], assignments: Mapping[str, Any]) -> dict[str, 
         *parents, last = dotted.split(".")
         for depth, name in enumerate(parents):
             child = node.get(name)
+            if name in node and child is None:
+                raise ConfigError(f"{'.'.join(parents[: depth + 1])} is null: there is no {dotted}")
             if not isinstance(child, dict):
                 raise ConfigError(f"unknown key {'.'.join(parents[: depth + 1])!r}", nearest(name, node))
             node = child
@@ -123,9 +125,17 @@ def _read_dataclass(cls: type[Any], data: Any, where: str) -> Any:
     for key in data:
         if key not in fields:
             raise ConfigError(f"unknown key {prefix}{key}", nearest(key, fields))
-    values = {key: _read(hints[key], item, prefix + key) for key, item in data.items()}
+    values = {key: _read(hints[key], _with_kind(fields[key], item), prefix + key) for key, item in data.items()}
     for name, f in fields.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and name not in values:
             raise ConfigError(f"missing key {prefix}{name}")
     return cls(**values)
+
+
+def _with_kind(field: dataclasses.Field[Any], data: Any) -> Any:
+    """A structure that does not say its kind is of the kind that the field has by default."""
+    if not isinstance(data, Mapping) or "kind" in data:
+        return data
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    return {**data, "kind": default.kind} if dataclasses.is_dataclass(default) and hasattr(default, "kind") else data

@@ -33,6 +33,7 @@ __all__ = [
     "BIN_BLOCK",
     "EMPTY_BLOCK",
     "RESERVED_BLOCKS",
+    "Bias",
     "Buckets",
     "Lane",
     "Mark",
@@ -70,12 +71,15 @@ class Mark(NamedTuple):
 class Place(NamedTuple):
     """Where one cache group keeps a step's tokens.
 
-    ``slots`` [T] int64: the slot (block * block_size + offset) that each new token is written to.
+    ``slots`` [T] int64: the slot (block * block_size + offset) that each new token is written to; None: read only.
     ``tables``: one per lane, [rows, P] int64, the blocks that each row may read, padded with :data:`EMPTY_BLOCK`.
+    ``lanes``: how this group cuts the step's tokens, where it is another way than the step's: a lane of cross-attention
+    takes rows that share a source as one row of ``rows of it * new`` tokens, so that k and v are read once per source.
     """
 
-    slots: Tensor
+    slots: Tensor | None
     tables: tuple[Tensor, ...]
+    lanes: tuple[Lane, ...] | None = None
 
 
 class Step(NamedTuple):
@@ -85,6 +89,12 @@ class Step(NamedTuple):
     ``wanted`` [N] int64, indices in T whose logits are wanted; ``limits`` [T] int64, the length that each token's row
     may reach, fixed at admission (it decides the rotary regime of dynamic and longrope scaling; None = the model's
     own limit); ``places``: one per cache group, ``()`` for Fresh.
+
+    ``segments`` [T] int64: rows of the segment table, where an encoder has one (None: row 0 for all).
+
+    ``source``: an encoder's tokens, encoded whole before the decoder's.  In Fresh its lanes stand beside the decoder's,
+    one for one, and row r of a lane attends to the source row ``r // (rows / source rows)``.  In a cache a source is
+    written in a step without decoder tokens, and its ``places`` are those of the cross-attention groups.
     """
 
     tokens: Tensor
@@ -94,6 +104,8 @@ class Step(NamedTuple):
     documents: Tensor | None = None
     limits: Tensor | None = None
     places: tuple[Place, ...] = ()
+    source: Step | None = None
+    segments: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -139,9 +151,15 @@ class Rotary(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """ALiBi (Press et al. 2021, sec. 3): the logit gets ``-slopes[h] * |q - k|``. ``slopes`` [H]."""
+    """ALiBi (Press et al. 2021, sec. 3): the logit gets ``-factor * slopes[h] * |q - k|``. ``slopes`` [H].
+
+    ``rounded``: the product of slope and k is a bfloat16 number, as Falcon has it: beyond position 256 neighbours share
+    one.  What a query adds to all of its logits alike counts for nothing.
+    """
 
     slopes: Tensor
+    factor: float = 1.0
+    rounded: bool = False
 
 
 class Buckets(NamedTuple):
@@ -152,6 +170,14 @@ class Buckets(NamedTuple):
     bidirectional: bool
 
 
+class Bias(Protocol):
+    """What a position encoding of one's own adds to the logits: data, with one function of positions."""
+
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Positions [R, L] and [R, S] -> [R, H, L, S]."""
+        ...
+
+
 class Score(NamedTuple):
     """How q.k becomes a logit, as data: ``softcap(scale * rotate(q).rotate(k)) + bias``; ``sink_logits`` [H] join the
     softmax's denominator only (a head may attend to nothing)."""
@@ -159,15 +185,22 @@ class Score(NamedTuple):
     scale: float
     softcap: float | None = None
     rotary: Rotary | None = None
-    bias: Slopes | Buckets | None = None
+    bias: Slopes | Buckets | Bias | None = None
     sink_logits: Tensor | None = None
 
 
 class View(Protocol):
     """What one attention layer sees of a memory."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
-        """q [T, H, D], k [T, K, D], v [T, K, Dv] -> [T, H, Dv].  Rotates, writes, reads, attends."""
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+        """q [T, H, D], k [T, K, D], v [T, K, Dv] -> [T, H, Dv].  Rotates, writes, reads, attends.
+
+        k = v = None: reads what :meth:`write` wrote (cross-attention).
+        """
+        ...
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        """k [T, K, D], v [T, K, Dv] of the step's source: once per source, for every step that reads it."""
         ...
 
 
@@ -186,5 +219,5 @@ class Memory(Protocol):
     """Fresh (forgets) or a cache: the model does not know which."""
 
     def open(self, step: Step) -> Sequence[View]:
-        """One view per attention layer, for this step only."""
+        """One view per decoder layer, then one per cross-attention, for this step only."""
         ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -10,6 +12,7 @@ from kvad.config import ModelConfig
 from kvad.model.transformer import Transformer
 
 WIDTH, VOCAB, LIMIT = 24, 67, 96
+SOURCE_VOCAB, SOURCE_LIMIT = 41, 64
 POSITIONS = ("none", "learned", "sinusoidal", "rope", "rope-partial", "rope-dynamic", "rope-longrope", "alibi", "t5")
 NORMS = ("pre", "post", "sandwich", "parallel")
 HEADS = ("mha", "gqa", "mqa", "value-dim", "qk-norm", "softcap", "sinks", "window", "window-mix")
@@ -63,9 +66,57 @@ def model_config(position: str = "rope", norm: str = "pre", heads: str = "gqa", 
         vocab=VOCAB,
         limit=LIMIT,
         decoder=cfg.Stack(layers, kinds, "LG" if heads == "window-mix" else "L", norm_place=place),  # type: ignore[arg-type]
-        position=absolute,
+        embed=cfg.Embedding(absolute),
         tie=norm != "post",
         head=cfg.Head(bias=norm == "post"),
+    )
+
+
+def cross(heads: str) -> cfg.Attention:
+    """Attention to a source, which has no positions and no window."""
+    return replace(attention("none", heads), causal=False, window=None)
+
+
+def bidirectional(stack: cfg.Stack) -> cfg.Stack:
+    """The same layers, which see both ways: an encoder's."""
+    kinds = {}
+    for letter, layer in stack.kinds.items():
+        position = layer.mixer.position
+        if isinstance(position, cfg.T5Bias):
+            position = replace(position, bidirectional=True)
+        kinds[letter] = replace(layer, mixer=replace(layer.mixer, causal=False, position=position))
+    return replace(stack, kinds=kinds)
+
+
+def encoder_config(position: str = "rope", norm: str = "pre", heads: str = "gqa", layers: int = 2) -> ModelConfig:
+    """An encoder alone, with the head of a masked language model."""
+    config = model_config(position, norm, heads, layers)
+    assert config.decoder is not None
+    head = cfg.Head(bias=True, transform=cfg.Transform("gelu", norm=cfg.Norm("layer", bias=True)))
+    return replace(config, decoder=None, encoder=bidirectional(config.decoder), head=head)
+
+
+def pair_config(
+    position: str = "rope", norm: str = "pre", heads: str = "gqa", layers: int = 2, own: bool = False
+) -> ModelConfig:
+    """An encoder-decoder; ``own``: its source has a vocabulary and a width of its own.
+
+    A decoder of norm_place "parallel" has no place for cross-attention: it is "pre" there, the encoder as asked.
+    """
+    config = model_config(position, norm, heads, layers)
+    assert config.decoder is not None
+    kinds = {letter: replace(layer, cross=cross(heads)) for letter, layer in config.decoder.kinds.items()}
+    place = config.decoder.norm_place if config.decoder.norm_place in ("pre", "post", "sandwich") else "pre"
+    absolute = config.embed.position
+    if isinstance(absolute, cfg.LearnedPositions):
+        absolute = cfg.LearnedPositions(SOURCE_LIMIT + 1, offset=1)
+    embed = cfg.Embedding(absolute, scale=2.0, norm=cfg.Norm("layer", bias=True))
+    source = cfg.Source(SOURCE_LIMIT, embed, SOURCE_VOCAB if own else None, width=30 if own else None)
+    return replace(
+        config,
+        decoder=replace(config.decoder, kinds=kinds, norm_place=place),
+        encoder=replace(bidirectional(config.decoder), layers=layers + 1),
+        source=source,
     )
 
 

@@ -49,9 +49,7 @@ def whole() -> ModelConfig:
         67,
         64,
         cfg.Stack(5, kinds, "LLAT", norm_place="sandwich", final_norm=False),
-        position=cfg.LearnedPositions(80, offset=2),
-        embedding_scale=2.0,
-        embedding_norm=norm,
+        embed=cfg.Embedding(cfg.LearnedPositions(80, offset=2), 2.0, norm),
         head=cfg.Head(bias=True, softcap=30.0, scale=0.25),
         tie=False,
     )
@@ -63,6 +61,7 @@ def plain(**changes: Any) -> dict[str, Any]:
         "width": 24,
         "vocab": 67,
         "limit": 64,
+        "embed": {},
         "decoder": {
             "layers": 2,
             "kinds": {
@@ -105,7 +104,7 @@ def test_every_field_survives_json() -> None:
     }
     default = ModelConfig.from_dict(plain())
     for field in dataclasses.fields(ModelConfig):
-        if field.name not in ("width", "vocab", "limit"):
+        if field.name not in ("width", "vocab", "limit", "encoder", "source"):
             assert getattr(config, field.name) != getattr(default, field.name)
 
 
@@ -120,11 +119,11 @@ def test_every_scaling_is_told_by_its_kind(cls: type[Any]) -> None:
 def test_what_is_left_out_has_its_default() -> None:
     config = ModelConfig.from_dict(plain())
     assert config.decoder.kinds["L"] == cfg.Layer(cfg.Attention(6, head_dim=8), cfg.Gated(40))
-    assert (config.tie, config.head, config.embedding_scale) == (True, cfg.Head(), 1.0)
+    assert (config.tie, config.head, config.embed.scale) == (True, cfg.Head(), 1.0)
 
 
 def test_whole_numbers_will_do_for_floats_and_not_the_other_way() -> None:
-    scale = ModelConfig.from_dict(plain(embedding_scale=2)).embedding_scale
+    scale = ModelConfig.from_dict(plain(**{"embed.scale": 2})).embed.scale
     assert scale == 2.0 and type(scale) is float
     assert ModelConfig.from_dict(plain(**{f"{L}.mixer.scale": 1})).decoder.kinds["L"].mixer.scale == 1.0
     with pytest.raises(ConfigError, match=r"width: expected int, found 24\.0"):
@@ -168,8 +167,10 @@ WRONG_KEYS: list[tuple[dict[str, Any], str, str]] = [  # changes, message, hint
     ({f"{L}.mixer.kvheads": 3}, f"unknown key {L}.mixer.kvheads", "did you mean 'kv_heads'?"),
     ({f"{L}.mlp.kind": "gatde"}, f"{L}.mlp.kind: 'gatde' is not known", "did you mean 'gated'?"),
     ({f"{P}.kind": "ropes"}, f"{P}.kind: 'ropes' is not known", "did you mean 'rope'?"),
-    ({f"{P}": {}}, f"missing key {P}.kind", "known: alibi, rope, t5"),
-    ({f"{P}": {"kind": 3}}, f"{P}.kind: 3 is not known", "known: alibi, rope, t5"),
+    ({f"{L}.mlp": {"hidden": 3}}, f"missing key {L}.mlp.kind", "known: experts, gated, plain"),
+    ({"embed.position": {"size": 3}}, "missing key embed.position.kind", "known: learned, sinusoidal"),
+    ({P: {"buckets": 3}}, f"unknown key {P}.buckets", "known: fraction, interleaved, kind, scaling, theta"),
+    ({f"{P}": {"kind": 3}}, f"{P}.kind: 3 is not known", "known: alibi, own, rope, t5"),
     ({f"{P}.scaling": {"kind": "yarm"}}, f"{P}.scaling.kind: 'yarm' is not known", "did you mean 'yarn'?"),
     ({f"{P}.scaling": {"kind": "yarn", "factor": 2.0}}, f"missing key {P}.scaling.original", ""),
     ({"decoder.pattern": "LG"}, "decoder.pattern names kind 'G'", "known: L"),
@@ -178,7 +179,7 @@ WRONG_KEYS: list[tuple[dict[str, Any], str, str]] = [  # changes, message, hint
         "decoder.kinds.G is in no place of the pattern 'L'",
         "leave it out",
     ),
-    ({"position": {"kind": "learned"}}, "missing key position.size", ""),
+    ({"embed.position": {"kind": "learned"}}, "missing key embed.position.size", ""),
 ]
 
 
@@ -194,10 +195,10 @@ WRONG_TYPES: list[tuple[str, Any, str]] = [
     ("width", True, "width: expected int, found True"),
     ("width", None, "width: expected int, found None"),
     ("tie", 1, "tie: expected bool, found 1"),
-    ("embedding_scale", float("nan"), "embedding_scale: expected a finite number, found nan"),
-    ("embedding_scale", float("inf"), "embedding_scale: expected a finite number, found inf"),
-    ("embedding_scale", True, "embedding_scale: expected float, found True"),
-    ("decoder", 3, "decoder: expected an object, found 3"),
+    ("embed.scale", float("nan"), "embed.scale: expected a finite number, found nan"),
+    ("embed.scale", float("inf"), "embed.scale: expected a finite number, found inf"),
+    ("embed.scale", True, "embed.scale: expected float, found True"),
+    ("decoder", 3, "decoder: expected an object or null, found 3"),
     ("decoder.kinds", [1], "decoder.kinds: expected an object, found [1]"),
     ("decoder.kinds", {"L": 5}, "decoder.kinds.L: expected an object, found 5"),
     (f"{L}.mlp", 5, f"{L}.mlp: expected an object, found 5"),
@@ -233,7 +234,7 @@ def test_wrong_types_are_named_with_what_was_found(key: str, value: Any, message
     assert caught.value.message.startswith(message)
 
 
-@pytest.mark.parametrize("key", ["width", "vocab", "limit", "decoder", "decoder.layers", f"{L}.mixer", f"{L}.mlp"])
+@pytest.mark.parametrize("key", ["width", "vocab", "limit", "decoder.layers", f"{L}.mixer", f"{L}.mlp"])
 def test_what_has_no_default_must_be_there(key: str) -> None:
     data = plain()
     *parents, last = key.split(".")
@@ -304,9 +305,18 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({f"{L}.mixer.value_dim": 0}, f"{L}.mixer.value_dim: must be at least 1, found 0"),
     ({f"{L}.mixer.window": 0}, f"{L}.mixer.window: must be at least 1, found 0"),
     ({f"{L}.mixer.softcap": 0.0}, f"{L}.mixer.softcap: must be above 0, found 0.0"),
+    ({f"{L}.mixer.norm": {}}, f"{L}.mixer.norm: of q and k, which qk_norm none leaves as they are"),
+    (
+        {f"{L}.mixer.norm": {"eps": -1.0}, f"{L}.mixer.qk_norm": "head"},
+        f"{L}.mixer.norm.eps: must not be negative, found -1.0",
+    ),
+    (
+        {P: {"kind": "alibi", "rounded": True}, f"{L}.mixer.causal": False},
+        f"{P}.rounded: only a causal layer rounds by the key's position",
+    ),
     ({f"{L}.mlp.hidden": 0}, f"{L}.mlp.hidden: must be at least 1, found 0"),
     ({f"{L}.norm.eps": -1.0}, f"{L}.norm.eps: must not be negative, found -1.0"),
-    ({"embedding_norm": {"eps": -1.0}}, "embedding_norm.eps: must not be negative, found -1.0"),
+    ({"embed.norm": {"eps": -1.0}}, "embed.norm.eps: must not be negative, found -1.0"),
     ({"head.softcap": 0.0}, "head.softcap: must be above 0, found 0.0"),
     ({f"{P}.fraction": 0.0}, f"{P}.fraction: 0.0 of head_dim 8 is 0 dims, not an even number"),
     ({f"{P}.fraction": 1.5}, f"{P}.fraction: 1.5 of head_dim 8 is 12 dims, not an even number"),
@@ -334,20 +344,26 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     (t5(buckets=1), f"{P}.buckets: must be at least 2, found 1"),
     (t5(buckets=3, bidirectional=True), f"{P}.buckets: must be at least 4, found 3"),
     (t5(buckets=32, max_distance=16), f"{P}.max_distance: must exceed the 16 exact buckets, found 16"),
-    ({"position": {"kind": "learned", "size": 63}}, "limit 64 (+ offset 0) exceeds the position table's 63 rows"),
     (
-        {"position": {"kind": "learned", "size": 65, "offset": 2}},
-        "limit 64 (+ offset 2) exceeds the position table's 65 rows",
+        {"embed.position": {"kind": "learned", "size": 63}},
+        "embed.position: limit 64 (+ offset 0) exceeds the table's 63 rows",
     ),
     (
-        {"position": {"kind": "learned", "size": 65, "offset": -1}},
-        "position.offset: must be at least 0, found -1",
+        {"embed.position": {"kind": "learned", "size": 65, "offset": 2}},
+        "embed.position: limit 64 (+ offset 2) exceeds the table's 65 rows",
     ),
-    ({"position": {"kind": "sinusoidal"}, "width": 25}, "position.kind sinusoidal needs an even width, found 25"),
-    ({"position": {"kind": "sinusoidal", "base": 0.0}}, "position.base: must be above 0, found 0.0"),
     (
-        {"position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 2},
-        "position.form fairseq needs a width of at least 4, found 2",
+        {"embed.position": {"kind": "learned", "size": 65, "offset": -1}},
+        "embed.position.offset: must be at least 0, found -1",
+    ),
+    (
+        {"embed.position": {"kind": "sinusoidal"}, "width": 25},
+        "embed.position.kind sinusoidal needs an even width, found 25",
+    ),
+    ({"embed.position": {"kind": "sinusoidal", "base": 0.0}}, "embed.position.base: must be above 0, found 0.0"),
+    (
+        {"embed.position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 2},
+        "embed.position.form fairseq needs a width of at least 4, found 2",
     ),
 ]
 
@@ -364,8 +380,8 @@ def test_what_cannot_be_right_is_refused_by_name(changes: dict[str, Any], messag
     [
         {f"{L}.mixer.window": 1, f"{L}.mixer.kv_heads": 1},
         {f"{P}.fraction": 0.25, f"{P}.scaling": {"kind": "linear", "factor": 0.5}},
-        {"position": {"kind": "learned", "size": 66, "offset": 2}},
-        {"position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 4},
+        {"embed.position": {"kind": "learned", "size": 66, "offset": 2}},
+        {"embed.position": {"kind": "sinusoidal", "form": "fairseq"}, "width": 4},
         t5(buckets=2, max_distance=2),
         t5(buckets=4, max_distance=2, bidirectional=True),
         yarn(beta_fast=1.0),
@@ -407,3 +423,60 @@ def test_mixers_say_what_each_layer_asks_of_a_memory() -> None:
     mixed = model_config(heads="window-mix", layers=5)
     assert [spec.window for spec in mixers(mixed)] == [7, None, 7, None, 7]
     assert [mixed.decoder.kind_of(i) for i in range(5)] == list("LGLGL")
+
+
+# ---------------------------------------------------------------- encoders, and both
+
+E = "encoder.kinds.L"
+
+
+def both(**changes: Any) -> dict[str, Any]:
+    """A small valid encoder-decoder as JSON values, with dotted keys set."""
+    data = plain()
+    kind = data["decoder"]["kinds"]["L"]
+    data["encoder"] = {"layers": 2, "kinds": {"L": {**kind, "mixer": {**kind["mixer"], "causal": False}}}}
+    cross = {"heads": 6, "head_dim": 8, "position": None, "causal": False}
+    data["decoder"]["kinds"]["L"] = {**kind, "cross": cross}
+    data["source"] = {"limit": 32, "embed": {}}
+    return override(data, changes)
+
+
+def test_an_encoder_decoder_s_memory_holds_its_own_and_its_cross_attention() -> None:
+    config = ModelConfig.from_dict(both())
+    own, cross = MixerSpec(True, None, 6, 8, 8), MixerSpec(False, None, 6, 8, 8, cross=True)
+    assert config.kind == "encoder-decoder" and mixers(config) == (own, own, cross, cross)
+    assert cfg.encoder_mixers(config) == (MixerSpec(False, None, 6, 8, 8),) * 2
+    alone = both()
+    del alone["decoder"], alone["source"]
+    encoder = ModelConfig.from_dict(alone)
+    assert encoder.kind == "encoder" and mixers(encoder) == () and encoder.stack is encoder.encoder
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoder": None, "decoder": None}, "a model needs a decoder, an encoder, or both"),
+        ({"source": None}, "source is missing"),
+        ({"encoder": None}, f"{L}.cross: there is no encoder to attend to"),
+        ({f"{L}.cross": None}, f"{L}.cross is missing"),
+        ({f"{L}.cross.causal": True}, f"{L}.cross: sees the whole source, without positions"),
+        ({f"{L}.cross.position": {"kind": "alibi"}}, f"{L}.cross: sees the whole source, without positions"),
+        ({"decoder.norm_place": "parallel"}, f"{L}.cross: not known with norm_place parallel"),
+        ({"source.limit": 0}, "source.limit: must be at least 1, found 0"),
+        ({"source.vocab": 0}, "source.vocab: must be at least 1, found 0"),
+        ({"head": {"kind": "pooled"}}, "head.kind: a decoder ends in a language head, found pooled"),
+        ({"head": {"kind": "language", "transform": {"width": 8}}}, "tie: the table is 24 wide, the head reads 8"),
+        ({f"{E}.mlp": {"kind": "experts", "hidden": 8, "count": 2, "active": 3}}, f"{E}.mlp.count: must be at least 3"),
+        ({f"{E}.first_norm": False, "encoder.norm_place": "post"}, f"{E}.first_norm: only a layer of norm_place pre"),
+    ],
+)
+def test_what_an_encoder_decoder_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(both(**changes))
+    assert caught.value.message.startswith(message), caught.value.message
+
+
+def test_a_source_belongs_to_both_alone() -> None:
+    with pytest.raises(ConfigError, match="source: only an encoder-decoder has one"):
+        ModelConfig.from_dict({**plain(), "source": {"limit": 3}})

@@ -11,34 +11,52 @@ from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.model.parts import Norm
 from kvad.ops.linear import Joint, Linear
-from kvad.step import Buckets, Rotary, Score, Slopes, View
+from kvad.own import load_own
+from kvad.step import Bias, Buckets, Rotary, Score, Slopes, View
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "CrossAttention", "Encoding", "make_mixer"]
 
-Encoding = Rotary | Slopes | Buckets | None
+Encoding = Rotary | Slopes | Buckets | Bias | None
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped keys and values (Ainslie et al. 2023); see :class:`kvad.config.Attention`."""
+    """Multi-head attention with grouped keys and values (Ainslie et al. 2023); see :class:`kvad.config.Attention`.
 
-    def __init__(self, config: ModelConfig, spec: cfg.Attention, norm: cfg.Norm) -> None:
+    ``width``: of the stream, the model's unless given; ``source``: of what keys and values are made of.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: cfg.Attention,
+        norm: cfg.Norm,
+        width: int | None = None,
+        source: int | None = None,
+    ) -> None:
         super().__init__()
+        width = config.width if width is None else width
+        source = width if source is None else source
         self.heads, self.kv_heads = spec.heads, spec.kv_heads or spec.heads
         self.head_dim = cfg.head_dim(config, spec)
         self.value_dim = spec.value_dim or self.head_dim
         self.spec = spec
-        self.q = Linear(config.width, self.heads * self.head_dim, spec.bias)
-        self.k = Linear(config.width, self.kv_heads * self.head_dim, spec.bias)
-        self.v = Linear(config.width, self.kv_heads * self.value_dim, spec.bias)
+        self.q = Linear(width, self.heads * self.head_dim, spec.bias)
+        self.k = Linear(source, self.kv_heads * self.head_dim, spec.bias)
+        self.v = Linear(source, self.kv_heads * self.value_dim, spec.bias)
         self.qkv = Joint()
-        self.out = Linear(self.heads * self.value_dim, config.width, spec.out_bias)
-        per_head = spec.qk_norm == "head"
-        has_norm = spec.qk_norm != "none"
-        self.q_norm = Norm(self.head_dim * (1 if per_head else self.heads), norm) if has_norm else None
-        self.k_norm = Norm(self.head_dim * (1 if per_head else self.kv_heads), norm) if has_norm else None
+        self.out = Linear(self.heads * self.value_dim, width, spec.out_bias)
+        self.q_norm = self._norm(self.heads, spec.norm or norm)
+        self.k_norm = self._norm(self.kv_heads, spec.norm or norm)
         self.sink_logits = nn.Parameter(torch.zeros(self.heads)) if spec.sinks else None
         own_table = isinstance(spec.position, cfg.T5Bias) and not spec.position.shared
         self.relative = nn.Parameter(torch.zeros(spec.position.buckets, self.heads)) if own_table else None  # type: ignore[union-attr]
+
+    def _norm(self, heads: int, norm: cfg.Norm) -> Norm | None:
+        if self.spec.qk_norm == "none":
+            return None
+        if self.spec.qk_norm == "full":
+            return Norm(self.head_dim * heads, norm)
+        return Norm(self.head_dim, norm, heads if self.spec.qk_norm == "each" else None)
 
     def forward(self, x: Tensor, view: View, encoding: Encoding) -> Tensor:
         """x [T, E] -> [T, E]."""
@@ -48,16 +66,19 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, E] -> q [T, H, D], k [T, K, D], v [T, K, Dv], normalised where the config says so, not yet rotated."""
-        flat_q, flat_k, flat_v = self.qkv(x, self.q, self.k, self.v)
+        flat_q, flat_k, flat_v = map(self._clipped, self.qkv(x, self.q, self.k, self.v))
         q = self._heads(flat_q, self.q_norm, self.heads)
         k = self._heads(flat_k, self.k_norm, self.kv_heads)
         return q, k, flat_v.unflatten(-1, (self.kv_heads, self.value_dim))
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        return x if self.spec.clip is None else x.clamp(-self.spec.clip, self.spec.clip)
 
     def _heads(self, flat: Tensor, norm: Norm | None, heads: int) -> Tensor:
         shape = (*flat.shape[:-1], heads, self.head_dim)
         if norm is None:
             return flat.view(shape)
-        normed: Tensor = norm(flat.view(shape)) if norm.width == self.head_dim else norm(flat).view(shape)
+        normed: Tensor = norm(flat).view(shape) if self.spec.qk_norm == "full" else norm(flat.view(shape))
         return normed
 
     def score(self, encoding: Encoding) -> Score:
@@ -70,9 +91,36 @@ class Attention(nn.Module):
             scale=_scale(self.spec.scale, self.head_dim),
             softcap=self.spec.softcap,
             rotary=encoding if isinstance(encoding, Rotary) else None,
-            bias=encoding if isinstance(encoding, (Slopes, Buckets)) else None,
+            bias=None if isinstance(encoding, Rotary) else encoding,
             sink_logits=self.sink_logits,
         )
+
+
+class CrossAttention(Attention):
+    """Attention of a decoder to its source (Vaswani et al. 2017, sec. 3.2.3): keys and values come once per source."""
+
+    def __init__(self, config: ModelConfig, spec: cfg.Attention, norm: cfg.Norm, width: int | None = None) -> None:
+        super().__init__(config, spec, norm, width, cfg.source_width(config))
+        self.kv = Joint()
+
+    def forward(self, x: Tensor, view: View, encoding: Encoding = None) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        q = self._heads(self._clipped(self.q(x)), self.q_norm, self.heads)
+        out: Tensor = self.out(view.attend(q, None, None, self.score(encoding)).flatten(-2))
+        return out
+
+    def encode(self, source: Tensor, view: View) -> None:
+        """Write the keys and values of the encoder's output [S, E]."""
+        flat_k, flat_v = map(self._clipped, self.kv(source, self.k, self.v))
+        k = self._heads(flat_k, self.k_norm, self.kv_heads)
+        view.write(k, flat_v.unflatten(-1, (self.kv_heads, self.value_dim)))
+
+
+def make_mixer(config: ModelConfig, spec: cfg.Attention, norm: cfg.Norm, width: int | None = None) -> Attention:
+    """kvad's attention, or the class of one's own that the config names: a subclass of it."""
+    made = Attention if spec.own is None else load_own(spec.own, "mixer.own")
+    mixer: Attention = made(config, spec, norm, width)
+    return mixer
 
 
 def _scale(scale: str | float, head_dim: int) -> float:

@@ -1,4 +1,4 @@
-"""The parts of a layer that are not attention: norms, MLPs, embeddings and the head."""
+"""The parts of a layer that are not attention: norms, MLPs, experts and embeddings."""
 
 from __future__ import annotations
 
@@ -10,45 +10,64 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvad import config as cfg
-from kvad.config import ModelConfig
 from kvad.model.positions import sinusoid
 from kvad.ops.linear import Joint, Linear, linear
 
-__all__ = ["ACTIVATIONS", "Embedding", "Gated", "Head", "Norm", "Plain", "make_mlp"]
+__all__ = ["ACTIVATIONS", "Embedding", "Experts", "Gated", "Norm", "Plain", "make_mlp"]
 
 
 def _relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x) (Hendrycks & Gimpel 2016, sec. 2)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
     "relu": F.relu,
     "relu2": _relu2,
     "silu": F.silu,
+    "tanh": torch.tanh,
 }
 
 
 class Norm(nn.Module):
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dimension, in float32 at least."""
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang & Sennrich 2019) over the last dimension, in float32 at least.
 
-    def __init__(self, width: int, spec: cfg.Norm) -> None:
+    ``heads``: x is [..., heads, width] and every head has weights of its own.
+    """
+
+    def __init__(self, width: int, spec: cfg.Norm, heads: int | None = None) -> None:
         super().__init__()
         self.spec, self.width = spec, width
-        self.weight = nn.Parameter(torch.zeros(width) if spec.unit_offset else torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if spec.bias else None
+        shape = (width,) if heads is None else (heads, width)
+        start = torch.zeros(shape) if spec.unit_offset else torch.ones(shape)
+        self.weight = nn.Parameter(start) if spec.weight else None
+        self.bias = nn.Parameter(torch.zeros(shape)) if spec.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        weight = self.weight.to(wide.dtype)
-        if self.spec.unit_offset:
+        weight = None if self.weight is None else self.weight.to(wide.dtype)
+        if weight is not None and self.spec.unit_offset:
             weight = weight + 1.0
         bias = None if self.bias is None else self.bias.to(wide.dtype)
+        plain = (weight is None or weight.dim() == 1) and (bias is None or bias.dim() == 1)
         if self.spec.kind == "layer":
-            return F.layer_norm(wide, (self.width,), weight, bias, self.spec.eps).to(x.dtype)
-        out = F.rms_norm(wide, (self.width,), weight, self.spec.eps)
-        return (out if bias is None else out + bias).to(x.dtype)
+            if plain:
+                return F.layer_norm(wide, (self.width,), weight, bias, self.spec.eps).to(x.dtype)
+            return _affine(F.layer_norm(wide, (self.width,), eps=self.spec.eps), weight, bias).to(x.dtype)
+        out = F.rms_norm(wide, (self.width,), weight if plain else None, self.spec.eps)
+        return _affine(out, None if plain else weight, bias).to(x.dtype)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
 
 
 class Plain(nn.Module):
@@ -78,50 +97,98 @@ class Gated(nn.Module):
         return out
 
 
-def make_mlp(width: int, spec: cfg.Plain | cfg.Gated) -> Plain | Gated:
+class Experts(nn.Module):
+    """See :class:`kvad.config.Experts`.  Each expert is computed once, for the tokens that chose it."""
+
+    def __init__(self, width: int, spec: cfg.Experts) -> None:
+        super().__init__()
+        self.spec = spec
+        self.activation = ACTIVATIONS[spec.activation]
+        self.router = Linear(width, spec.count, spec.router_bias)
+        self.gate = nn.Parameter(torch.empty(spec.count, spec.hidden, width))
+        self.up = nn.Parameter(torch.empty(spec.count, spec.hidden, width))
+        self.down = nn.Parameter(torch.empty(spec.count, width, spec.hidden))
+        hidden = (spec.count, spec.hidden)
+        self.gate_bias = nn.Parameter(torch.zeros(hidden)) if spec.bias else None
+        self.up_bias = nn.Parameter(torch.zeros(hidden)) if spec.bias else None
+        self.down_bias = nn.Parameter(torch.zeros(spec.count, width)) if spec.bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, E] -> [T, E]."""
+        share, chosen = self.route(x)
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            token, rank = (chosen == expert).nonzero(as_tuple=True)
+            out.index_add_(0, token, self._expert(expert, x[token]) * share[token, rank].unsqueeze(-1))
+        return out
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, E] -> the shares [T, active], which sum to one, and the experts [T, active]."""
+        logits = self.router(x)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if self.spec.router == "softmax_first":
+            best, chosen = logits.to(wide).softmax(dim=-1).topk(self.spec.active, dim=-1)
+            return (best / best.sum(dim=-1, keepdim=True)).to(x.dtype), chosen
+        best, chosen = logits.topk(self.spec.active, dim=-1)
+        return best.to(wide).softmax(dim=-1).to(x.dtype), chosen
+
+    def _expert(self, number: int, x: Tensor) -> Tensor:
+        def bias(of: Tensor | None) -> Tensor | None:
+            return None if of is None else of[number]
+
+        gate = linear(x, self.gate[number], bias(self.gate_bias))
+        up = linear(x, self.up[number], bias(self.up_bias))
+        if self.spec.clip is not None:
+            gate, up = gate.clamp(max=self.spec.clip), up.clamp(-self.spec.clip, self.spec.clip)
+        if self.spec.alpha is not None:
+            inner = (up + 1) * gate * torch.sigmoid(self.spec.alpha * gate)
+        else:
+            inner = self.activation(gate) * up
+        return linear(inner, self.down[number], bias(self.down_bias))
+
+
+def make_mlp(width: int, spec: cfg.Plain | cfg.Gated | cfg.Experts) -> Plain | Gated | Experts:
+    if isinstance(spec, cfg.Experts):
+        return Experts(width, spec)
     return Gated(width, spec) if isinstance(spec, cfg.Gated) else Plain(width, spec)
 
 
 class Embedding(nn.Module):
-    """Token ids to vectors: scaled, with absolute positions added and a norm where the config says so."""
+    """Token ids to vectors; see :class:`kvad.config.Embedding`.  ``vocab`` None: the table is another's."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, width: int, vocab: int | None, spec: cfg.Embedding) -> None:
         super().__init__()
-        self.scale, self.position = config.embedding_scale, config.position
-        self.tokens = nn.Embedding(config.vocab, config.width)
-        learned = isinstance(self.position, cfg.LearnedPositions)
-        self.positions = nn.Embedding(self.position.size, config.width) if learned else None  # type: ignore[union-attr]
-        self.norm = Norm(config.width, config.embedding_norm) if config.embedding_norm else None
+        self.spec = spec
+        table = width if spec.width is None else spec.width
+        inner = width if spec.project == "start" else table  # where positions and segments are added
+        self.tokens = None if vocab is None else nn.Embedding(vocab, table)
+        learned = spec.position if isinstance(spec.position, cfg.LearnedPositions) else None
+        self.positions = None if learned is None else nn.Embedding(learned.size, inner)
+        self.segments = nn.Embedding(spec.segments, inner) if spec.segments else None
+        self.norm = Norm(inner, spec.norm) if spec.norm else None
+        self.project = None if spec.width is None else Linear(table, width, bias=spec.project == "end")
 
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens, positions [T] -> [T, E]."""
-        x: Tensor = self.tokens(tokens)
-        if self.scale != 1.0:
-            x = x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
-        if isinstance(self.position, cfg.LearnedPositions):
-            assert self.positions is not None
-            x = x + self.positions(positions + self.position.offset)
-        elif isinstance(self.position, cfg.SinusoidalPositions):
-            x = x + sinusoid(positions, x.shape[-1], self.position, x.dtype)
-        if self.norm is not None:
-            x = self.norm(x)
-        return x
-
-
-class Head(nn.Module):
-    """Hidden states to logits; a tied head (Press & Wolf 2017) reads the embedding's matrix and owns none."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.spec = config.head
-        self.weight = None if config.tie else nn.Parameter(torch.empty(config.vocab, config.width))
-        self.bias = nn.Parameter(torch.zeros(config.vocab)) if config.head.bias else None
-
-    def forward(self, hidden: Tensor, embedding: Tensor) -> Tensor:
-        """hidden [N, E], embedding [V, E] -> [N, V]."""
-        logits = linear(hidden, embedding if self.weight is None else self.weight, self.bias)
+    def forward(
+        self, tokens: Tensor, positions: Tensor, table: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """tokens, positions, segments [T] -> [T, E]."""
+        if table is None:
+            assert self.tokens is not None, "this embedding reads another's table"
+            table = self.tokens.weight
+        x = F.embedding(tokens, table)
         if self.spec.scale != 1.0:
-            logits = logits * self.spec.scale
-        if self.spec.softcap is not None:
-            logits = self.spec.softcap * torch.tanh(logits / self.spec.softcap)
-        return logits
+            x = x * torch.tensor(self.spec.scale, dtype=x.dtype, device=x.device)
+        if self.project is not None and self.spec.project == "start":
+            x = self.project(x)
+        if self.norm is not None and self.spec.norm_first:
+            x = self.norm(x)
+        if isinstance(self.spec.position, cfg.LearnedPositions):
+            assert self.positions is not None
+            x = x + self.positions(positions + self.spec.position.offset)
+        elif isinstance(self.spec.position, cfg.SinusoidalPositions):
+            x = x + sinusoid(positions, x.shape[-1], self.spec.position, x.dtype)
+        if self.segments is not None:
+            x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
+        if self.norm is not None and not self.spec.norm_first:
+            x = self.norm(x)
+        return x if self.project is None or self.spec.project == "start" else self.project(x)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvad.step import Buckets, Mark, Reach, Score, Slopes
+from kvad.step import Bias, Buckets, Mark, Reach, Score, Slopes
 
 __all__ = ["Attended", "Kernel", "Reading", "attend", "distance_bias", "t5_bucket"]
 
@@ -58,8 +58,10 @@ class Reading:
             self._visible = self.reach.allows(self.queries, self.keys)
         return self._visible[:, low:high]
 
-    def bias(self, bias: Slopes | Buckets, low: int, high: int) -> Tensor:
+    def bias(self, bias: Slopes | Buckets | Bias, low: int, high: int) -> Tensor:
         """[R, H, high - low, S], what positions add to the logits."""
+        if not isinstance(bias, (Slopes, Buckets)):
+            return distance_bias(bias, self.queries.position[:, low:high], self.keys.position)
         source = bias.slopes if isinstance(bias, Slopes) else bias.table
         if math.prod(self.shape) * source.shape[-1] > MASK_BUDGET:
             return distance_bias(bias, self.queries.position[:, low:high], self.keys.position)
@@ -199,12 +201,17 @@ def _cut(mark: Mark, low: int, high: int) -> Mark:
     return Mark(mark.position[:, low:high], None if mark.document is None else mark.document[:, low:high])
 
 
-def distance_bias(bias: Slopes | Buckets, queries: Tensor, keys: Tensor) -> Tensor:
+def distance_bias(bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor) -> Tensor:
     """queries [R, L], keys [R, S] (positions) -> [R, H, L, S]."""
+    if not isinstance(bias, (Slopes, Buckets)):
+        return bias.between(queries, keys)
     ahead = keys.unsqueeze(-2) - queries.unsqueeze(-1)  # k - q
     if isinstance(bias, Slopes):
         slopes = bias.slopes.view(1, -1, 1, 1)
-        return -slopes * ahead.abs().unsqueeze(1).to(slopes.dtype)
+        if bias.rounded:
+            there = slopes.bfloat16() * keys[:, None, None, :].bfloat16()
+            return (there.to(slopes.dtype) - slopes * queries[:, None, :, None].to(slopes.dtype)) * bias.factor
+        return -slopes * bias.factor * ahead.abs().unsqueeze(1).to(slopes.dtype)
     bucket = t5_bucket(ahead, bias.table.shape[0], bias.max_distance, bias.bidirectional)
     return F.embedding(bucket, bias.table).permute(0, 3, 1, 2)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvad.ops.attend import Kernel, Reading, attend
 from kvad.step import Lane, Score
 
-__all__ = ["Probe", "Seen", "lane_spans", "observe"]
+__all__ = ["Probe", "Seen", "fold", "lane_spans", "observe"]
 
 
 class Seen(NamedTuple):
@@ -41,6 +41,15 @@ def lane_spans(lanes: Sequence[Lane]) -> list[tuple[int, int]]:
         spans.append((start, start + lane.rows * lane.new))
         start = spans[-1][1]
     return spans
+
+
+def fold(lane: Lane, sources: int) -> Lane:
+    """The same tokens, rows that share a source as one row.
+
+    Lane(rows=6, new=1, read=S) over 2 sources  ->  Lane(rows=2, new=3, read=S)
+    """
+    assert lane.rows % sources == 0, f"{lane.rows} rows over {sources} sources"
+    return Lane(sources, lane.rows // sources * lane.new, lane.read)
 
 
 def observe(

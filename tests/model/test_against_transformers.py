@@ -203,14 +203,14 @@ def qwen3() -> Case:
 def gemma() -> Case:
     theirs = make(transformers.GemmaForCausalLM, transformers.GemmaConfig(**LLAMA_OPTIONS))
     norm, mlp = Norm(eps=EPS, unit_offset=True), cfg.Gated(HIDDEN, "gelu_tanh")
-    return Case(theirs, one_kind(grouped(), mlp, norm, tie=True, embedding_scale=WIDTH**0.5), LLAMA)
+    return Case(theirs, one_kind(grouped(), mlp, norm, tie=True, embed=cfg.Embedding(scale=WIDTH**0.5)), LLAMA)
 
 
 def two_kinds(local: cfg.Attention, globe: cfg.Attention, head: cfg.Head) -> ModelConfig:
     norm, mlp = Norm(eps=EPS, unit_offset=True), cfg.Gated(HIDDEN, "gelu_tanh")
     kinds = {"L": cfg.Layer(local, mlp, norm), "G": cfg.Layer(globe, mlp, norm)}
     decoder = cfg.Stack(4, kinds, "LG", norm_place="sandwich")
-    return ModelConfig(WIDTH, VOCAB, 64, decoder, embedding_scale=WIDTH**0.5, head=head)
+    return ModelConfig(WIDTH, VOCAB, 64, decoder, embed=cfg.Embedding(scale=WIDTH**0.5), head=head)
 
 
 ALTERNATING: dict[str, Any] = {
@@ -286,7 +286,7 @@ GPT_OPTIONS: dict[str, Any] = {
     "layer_norm_epsilon": EPS,
 }
 LAYER_NORM = Norm("layer", EPS, bias=True)
-LEARNED: dict[str, Any] = {"position": cfg.LearnedPositions(40), "limit": 40}
+LEARNED: dict[str, Any] = {"embed": cfg.Embedding(cfg.LearnedPositions(40)), "limit": 40}
 
 
 def everywhere(position: Any = None, **more: Any) -> cfg.Attention:
@@ -348,7 +348,7 @@ def bloom() -> Case:
     }
     names |= {f"mixer.{letter}": f"self_attention.{letter}" for letter in "qkv"}
     mlp = cfg.Plain(4 * WIDTH, "gelu_tanh", bias=True)
-    config = one_kind(everywhere(cfg.Alibi()), mlp, LAYER_NORM, tie=True, embedding_norm=LAYER_NORM)
+    config = one_kind(everywhere(cfg.Alibi()), mlp, LAYER_NORM, tie=True, embed=cfg.Embedding(norm=LAYER_NORM))
     return Case(theirs, config, names, lambda state: split(state, "query_key_value", per_head), atol=1e-7)
 
 
@@ -387,7 +387,7 @@ def opt() -> Case:
         "norm2": "final_layer_norm",
         "decoder.norm": "model.decoder.final_layer_norm",
     }
-    position: dict[str, Any] = {"position": cfg.LearnedPositions(42, offset=2), "limit": 40}
+    position: dict[str, Any] = {"embed": cfg.Embedding(cfg.LearnedPositions(42, offset=2)), "limit": 40}
     norm = Norm("layer", 1e-5, bias=True)
     mine = one_kind(everywhere(), cfg.Plain(HIDDEN, "relu", bias=True), norm, tie=True, **position)
     return Case(make(transformers.OPTForCausalLM, config), mine, names)
@@ -406,8 +406,8 @@ def xglm() -> Case:
         "decoder.norm": "model.layer_norm",
     }
     norm, mlp = Norm("layer", 1e-5, bias=True), cfg.Plain(HIDDEN, "gelu", bias=True)
-    position = cfg.SinusoidalPositions(form="fairseq", offset=2)
-    mine = one_kind(everywhere(), mlp, norm, tie=True, position=position, embedding_scale=WIDTH**0.5)
+    embed = cfg.Embedding(cfg.SinusoidalPositions(form="fairseq", offset=2), scale=WIDTH**0.5)
+    mine = one_kind(everywhere(), mlp, norm, tie=True, embed=embed)
     return Case(make(transformers.XGLMForCausalLM, config), mine, names, atol=1e-4)  # their table is float32
 
 
@@ -555,7 +555,7 @@ WRONG: dict[str, Callable[[ModelConfig], dict[str, Any]]] = {
     "1 + w": lambda c: {"decoder.kinds.L.norm.unit_offset": False},
     "eps": lambda c: {"decoder.kinds.L.norm.eps": 1e-5},
     "order": lambda c: {"decoder.pattern": "GL"},
-    "embedding": lambda c: {"embedding_scale": 1.0},
+    "embedding": lambda c: {"embed.scale": 1.0},
     "head": lambda c: {"head.softcap": None},
     "interleaved": lambda c: {"decoder.kinds.L.mixer.position.interleaved": True},
 }

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad.config import ModelConfig
-from kvad.model.parts import ACTIVATIONS, Embedding, Gated, Head, Norm, Plain, make_mlp
+from kvad.model.heads import Language, Pooled, pool
+from kvad.model.parts import ACTIVATIONS, Embedding, Gated, Norm, Plain, make_mlp
+from kvad.step import Lane
 
 WIDTH, VOCAB = 12, 17
 
@@ -73,9 +75,11 @@ def test_norms_of_half_precision_are_computed_in_float32(kind: Any, dtype: torch
 FORMULAS = {
     "gelu": lambda x: x * 0.5 * (1 + math.erf(x / math.sqrt(2))),
     "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "quick_gelu": lambda x: x / (1 + math.exp(-1.702 * x)),
     "relu": lambda x: max(x, 0.0),
     "relu2": lambda x: max(x, 0.0) ** 2,
     "silu": lambda x: x / (1 + math.exp(-x)),
+    "tanh": math.tanh,
 }
 
 
@@ -119,14 +123,14 @@ TOKENS, PLACES = torch.tensor([3, 0, 16, 3]), torch.tensor([5, 0, 7, 1])
 
 def test_embedding_scales_then_adds_positions_then_normalises() -> None:
     position = cfg.LearnedPositions(11, offset=3)
-    embed = randomise(Embedding(config(position=position, embedding_scale=2.5, embedding_norm=cfg.Norm("layer"))))
+    embed = randomise(Embedding(WIDTH, VOCAB, cfg.Embedding(position, 2.5, cfg.Norm("layer"))))
     x = 2.5 * embed.tokens.weight[TOKENS] + embed.positions.weight[PLACES + 3]
     torch.testing.assert_close(embed(TOKENS, PLACES), embed.norm(x), rtol=0, atol=1e-12)
     assert [name for name, _ in embed.named_parameters()] == ["tokens.weight", "positions.weight", "norm.weight"]
 
 
 def test_sinusoids_are_added_to_the_scaled_embedding_and_are_no_parameter() -> None:
-    embed = randomise(Embedding(config(position=cfg.SinusoidalPositions(), embedding_scale=2.5)))
+    embed = randomise(Embedding(WIDTH, VOCAB, cfg.Embedding(cfg.SinusoidalPositions(), 2.5)))
     added = embed(TOKENS, PLACES) - 2.5 * embed.tokens.weight[TOKENS]
     torch.testing.assert_close(added[:, 0], PLACES.double().sin(), rtol=0, atol=1e-12)
     assert [name for name, _ in embed.named_parameters()] == ["tokens.weight"]
@@ -134,7 +138,7 @@ def test_sinusoids_are_added_to_the_scaled_embedding_and_are_no_parameter() -> N
 
 def test_the_embedding_scale_is_rounded_to_the_model_s_dtype() -> None:
     """As Gemma's is: sqrt(3072) = 55.4256 is 55.5 in bfloat16."""
-    embed = Embedding(config(embedding_scale=3072**0.5)).to(torch.bfloat16)
+    embed = Embedding(WIDTH, VOCAB, cfg.Embedding(scale=3072**0.5)).to(torch.bfloat16)
     nn.init.ones_(embed.tokens.weight)
     assert set(embed(TOKENS, PLACES).flatten().tolist()) == {55.5}
 
@@ -142,7 +146,7 @@ def test_the_embedding_scale_is_rounded_to_the_model_s_dtype() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tie", [False, True])
 def test_head(tie: bool, bias: bool) -> None:
-    head = randomise(Head(config(tie=tie, head=cfg.Head(bias=bias, softcap=2.0, scale=0.25))))
+    head = randomise(Language(config(tie=tie), cfg.Head(bias=bias, softcap=2.0, scale=0.25)))
     hidden, embedding = random(3, WIDTH), random(VOCAB, WIDTH, seed=1)
     logits = hidden @ (embedding if tie else head.weight).T + (head.bias if bias else 0)
     torch.testing.assert_close(head(hidden, embedding), 2.0 * torch.tanh(0.25 * logits / 2.0), rtol=0, atol=1e-12)
@@ -151,6 +155,59 @@ def test_head(tie: bool, bias: bool) -> None:
 
 
 def test_a_tied_head_gives_its_gradient_to_the_embedding() -> None:
-    head, embedding = Head(config(tie=True)), random(VOCAB, WIDTH).requires_grad_()
+    head, embedding = Language(config(tie=True), cfg.Head()), random(VOCAB, WIDTH).requires_grad_()
     head(random(3, WIDTH), embedding).sum().backward()
     assert embedding.grad is not None and float(embedding.grad.abs().min()) > 0
+
+
+def test_pooled_is_transformed_and_then_of_length_one() -> None:
+    """Two lanes: two rows of three tokens, one of two; BERT's pooler reads the first of each."""
+    hidden = torch.randn(8, 4)
+    first = pool(hidden, (Lane(2, 3, 3), Lane(1, 2, 2)), "first")
+    torch.testing.assert_close(first, hidden[[0, 3, 6]])
+    spec = cfg.Pooled("first", unit=True, transform=cfg.Transform("tanh", width=3))
+    stack = cfg.Stack(1, {"L": cfg.Layer(cfg.Attention(2, causal=False), cfg.Plain(4))})
+    config = ModelConfig(width=4, vocab=5, limit=8, encoder=stack, head=spec)
+    head = Pooled(config, spec)
+    assert head.transform is not None
+    with torch.no_grad():
+        dense = torch.tanh(first @ torch.nn.init.normal_(head.transform.dense.weight).T)
+        torch.nn.init.zeros_(head.transform.dense.bias)
+        torch.testing.assert_close(head(first), dense / dense.norm(dim=-1, keepdim=True))
+
+
+# ---------------------------------------------------------------- experts
+
+
+@pytest.mark.parametrize("router", ["softmax_first", "softmax_last"])
+@pytest.mark.parametrize(("alpha", "clip"), [(None, None), (1.702, 0.5)])
+def test_experts_are_each_token_s_best_ones_by_their_shares(
+    router: Any, alpha: float | None, clip: float | None
+) -> None:
+    spec = cfg.Experts(7, 5, 2, bias=True, router_bias=True, router=router, alpha=alpha, clip=clip)
+    experts = randomise(make_mlp(WIDTH, spec))
+    x = random(6, WIDTH, seed=3)
+    out = experts(x)
+    for token, y in zip(x, out, strict=True):
+        logits = experts.router.weight @ token + experts.router.bias
+        best = logits.topk(2).indices.tolist()
+        shares = torch.stack([logits[i] for i in best]).softmax(-1)
+        expected = torch.zeros(WIDTH, dtype=torch.float64)
+        for share, i in zip(shares, best, strict=True):
+            gate = experts.gate[i] @ token + experts.gate_bias[i]
+            up = experts.up[i] @ token + experts.up_bias[i]
+            if clip is not None:
+                gate, up = gate.clamp(max=clip), up.clamp(-clip, clip)
+            inner = (up + 1) * gate * torch.sigmoid(alpha * gate) if alpha else ACTIVATIONS["silu"](gate) * up
+            expected = expected + share * (experts.down[i] @ inner + experts.down_bias[i])
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+
+
+def test_norms_per_head_and_without_a_weight() -> None:
+    x = random(4, 3, WIDTH)
+    each = randomise(Norm(WIDTH, cfg.Norm("layer", bias=True), heads=3))
+    bare = Norm(WIDTH, cfg.Norm("layer", weight=False))
+    plain = torch.nn.functional.layer_norm(x, (WIDTH,), eps=1e-5)
+    torch.testing.assert_close(each(x), plain * each.weight + each.bias, rtol=0, atol=1e-12)
+    torch.testing.assert_close(bare(x), plain, rtol=0, atol=1e-12)
+    assert not list(bare.parameters())

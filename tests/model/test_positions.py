@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_s_alibi
 from transformers.models.m2m_100.modeling_m2m_100 import M2M100SinusoidalPositionalEmbedding
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
 from transformers.models.t5.modeling_t5 import T5Attention
@@ -222,6 +223,17 @@ def test_alibi_slopes_of_the_paper() -> None:
 def test_alibi_is_symmetric_where_keys_lie_ahead() -> None:
     bias = distance_bias(Slopes(torch.tensor([0.5])), torch.tensor([[3]]), torch.arange(7)[None])
     assert bias[0, 0, 0].tolist() == [-1.5, -1.0, -0.5, 0.0, -0.5, -1.0, -1.5]
+
+
+def test_alibi_rounded_is_falcon_s() -> None:
+    """Far from the beginning neighbouring keys share a bfloat16 number: 5 heads, 7 queries at the end of 900 keys."""
+    heads, at, factor = 5, torch.arange(893, 900), 8**-0.5
+    theirs = falcon_s_alibi(torch.ones(1, 900, dtype=torch.long), heads, torch.float32) * factor
+    slopes = torch.tensor(alibi_slopes(heads)).bfloat16().float()
+    bias = distance_bias(Slopes(slopes, factor, rounded=True), at[None], torch.arange(900)[None])[0]
+    torch.testing.assert_close(bias - bias[:, :, :1], (theirs - theirs[:, :, :1]).expand_as(bias), rtol=1e-5, atol=1e-5)
+    exact = distance_bias(Slopes(slopes, factor), at[None], torch.arange(900)[None])[0]
+    assert (bias - exact).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

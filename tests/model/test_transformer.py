@@ -67,8 +67,8 @@ def expected_names(config: ModelConfig) -> set[str]:
         return {f"{name}.weight"} | ({f"{name}.bias"} if bias else set())
 
     names = {"embed.tokens.weight"}
-    names |= {"embed.positions.weight"} if isinstance(config.position, cfg.LearnedPositions) else set()
-    names |= norm("embed.norm", config.embedding_norm) if config.embedding_norm else set()
+    names |= {"embed.positions.weight"} if isinstance(config.embed.position, cfg.LearnedPositions) else set()
+    names |= norm("embed.norm", config.embed.norm) if config.embed.norm else set()
     stack = config.decoder
     for i in range(stack.layers):
         at, layer = f"decoder.layers.{i}", stack.layer(i)
@@ -101,7 +101,7 @@ def awkward() -> ModelConfig:
     kinds = {"L": cfg.Layer(local, cfg.Gated(40), norm), "G": cfg.Layer(globe, cfg.Plain(30, bias=True), norm)}
     stack = cfg.Stack(5, kinds, "LLG", norm_place="sandwich", final_norm=False)
     head = cfg.Head(bias=True, softcap=5.0)
-    return ModelConfig(24, VOCAB, LIMIT, stack, embedding_norm=norm, embedding_scale=2.0, head=head, tie=False)
+    return ModelConfig(24, VOCAB, LIMIT, stack, embed=cfg.Embedding(norm=norm, scale=2.0), head=head, tie=False)
 
 
 CONFIGS = {case_id(case): model_config(**case) for case in CASES} | {"awkward": awkward()}
@@ -131,7 +131,9 @@ def test_initial_statistics() -> None:
     mixer = cfg.Attention(8, position=cfg.T5Bias(), bias=True, out_bias=True, sinks=True)
     kinds = {"L": cfg.Layer(mixer, cfg.Gated(256, bias=True), cfg.Norm("layer", bias=True))}
     torch.manual_seed(0)
-    config = ModelConfig(128, 300, 64, cfg.Stack(layers, kinds), cfg.LearnedPositions(64), tie=False)
+    config = ModelConfig(
+        128, 300, 64, cfg.Stack(layers, kinds), embed=cfg.Embedding(cfg.LearnedPositions(64)), tie=False
+    )
     for name, parameter in Transformer(config).named_parameters():
         if name.endswith("bias") or "sink" in name:
             assert bool((parameter == 0).all()), name
@@ -254,7 +256,7 @@ def test_only_wanted_logits_are_made() -> None:
 def bidirectional(position: Any = None, absolute: Any = None) -> Transformer:
     mixer = cfg.Attention(6, 3, 8, position=position, causal=False)
     stack = cfg.Stack(3, {"L": cfg.Layer(mixer, cfg.Gated(40))})
-    return build(ModelConfig(24, VOCAB, LIMIT, stack, position=absolute))
+    return build(ModelConfig(24, VOCAB, LIMIT, stack, embed=cfg.Embedding(absolute)))
 
 
 ENCODINGS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,102 @@
+"""What stands at the end of a model: logits over the vocabulary, scores of labels, or one vector per row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvad import config as cfg
+from kvad.config import ModelConfig
+from kvad.model.parts import ACTIVATIONS, Norm
+from kvad.ops.lanes import lane_spans
+from kvad.ops.linear import Linear, linear
+from kvad.step import Lane
+
+__all__ = ["Classes", "Language", "Pooled", "Transform", "make_head", "pool"]
+
+
+class Transform(nn.Module):
+    """See :class:`kvad.config.Transform`."""
+
+    def __init__(self, width: int, spec: cfg.Transform) -> None:
+        super().__init__()
+        out = width if spec.width is None else spec.width
+        self.dense = Linear(width, out, spec.bias)
+        self.activation = None if spec.activation is None else ACTIVATIONS[spec.activation]
+        self.norm = Norm(out, spec.norm) if spec.norm else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.dense(hidden)
+        if self.activation is not None:
+            out = self.activation(out)
+        return out if self.norm is None else self.norm(out)
+
+
+class Language(nn.Module):
+    """Hidden states to logits; a tied head (Press & Wolf 2017) reads the embedding's matrix and owns none."""
+
+    def __init__(self, config: ModelConfig, spec: cfg.Head) -> None:
+        super().__init__()
+        self.spec = spec
+        self.transform = None if spec.transform is None else Transform(config.width, spec.transform)
+        self.weight = None if config.tie else nn.Parameter(torch.empty(config.vocab, cfg.head_width(config)))
+        self.bias = nn.Parameter(torch.zeros(config.vocab)) if spec.bias else None
+
+    def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
+        """hidden [N, E], table [V, E] -> [N, V]."""
+        if self.transform is not None:
+            hidden = self.transform(hidden)
+        logits = linear(hidden, table if self.weight is None else self.weight, self.bias)
+        if self.spec.scale != 1.0:
+            logits = logits * self.spec.scale
+        if self.spec.softcap is not None:
+            logits = self.spec.softcap * torch.tanh(logits / self.spec.softcap)
+        return logits
+
+
+class Classes(nn.Module):
+    """Hidden states (of tokens, or a row's pooled one) to a score for each label."""
+
+    def __init__(self, config: ModelConfig, spec: cfg.Classes) -> None:
+        super().__init__()
+        self.spec = spec
+        self.transform = None if spec.transform is None else Transform(config.width, spec.transform)
+        self.weight = nn.Parameter(torch.empty(len(spec.labels), cfg.head_width(config)))
+        self.bias = nn.Parameter(torch.zeros(len(spec.labels))) if spec.bias else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N, E] -> [N, labels]."""
+        return linear(hidden if self.transform is None else self.transform(hidden), self.weight, self.bias)
+
+
+class Pooled(nn.Module):
+    """A row's pooled hidden state to its embedding."""
+
+    def __init__(self, config: ModelConfig, spec: cfg.Pooled) -> None:
+        super().__init__()
+        self.spec = spec
+        self.transform = None if spec.transform is None else Transform(config.width, spec.transform)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """[B, E] -> [B, E], or the transform's width."""
+        out = pooled if self.transform is None else self.transform(pooled)
+        return F.normalize(out, dim=-1) if self.spec.unit else out
+
+
+def make_head(config: ModelConfig) -> Language | Classes | Pooled:
+    if isinstance(config.head, cfg.Head):
+        return Language(config, config.head)
+    return Classes(config, config.head) if isinstance(config.head, cfg.Classes) else Pooled(config, config.head)
+
+
+def pool(hidden: Tensor, lanes: Sequence[Lane], how: cfg.Pooling) -> Tensor:
+    """hidden [T, E] -> [B, E], a vector per row in the lanes' order: its first token's, or the mean (in float32)."""
+    rows = []
+    for lane, (low, high) in zip(lanes, lane_spans(lanes), strict=True):
+        each = hidden[low:high].view(lane.rows, lane.new, -1)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        rows.append(each[:, 0] if how == "first" else each.mean(dim=1, dtype=wide).to(hidden.dtype))
+    return torch.cat(rows)

@@ -1,0 +1,334 @@
+"""A Transformer in float64 NumPy, written from the papers and knowing nothing of kvad but its names.
+
+``config`` is the config as plain values (``ModelConfig.to_dict()``), ``weights`` the parameters by their names in a
+checkpoint.  One row at a time, one head at a time, one query at a time: no mask, no batch, no lane, no cache.
+
+    logits = Reference(config, weights).logits(target, source)      # [L, V]
+
+RoPE's frequencies and angles are float64 here, where kvad has float32: a test picks frequencies that are powers of two
+and hands them to kvad as float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Config = Mapping[str, Any]
+
+
+class Reference:
+    def __init__(self, config: Config, weights: Mapping[str, Array]) -> None:
+        self.config = config
+        self.weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
+
+    # ------------------------------------------------------------ the model
+
+    def logits(self, tokens: Sequence[int], source: Sequence[int] | None = None) -> Array:
+        """[L, V] of a decoder or a masked language model; [L, labels] of one that tags tokens."""
+        return self.scores(self.hidden(tokens, source))
+
+    def hidden(self, tokens: Sequence[int], source: Sequence[int] | None = None) -> Array:
+        """[L, E]: the last states of the decoder, or of the encoder where it stands alone."""
+        if self.config["decoder"] is None:
+            return self.encode(tokens)
+        memory = None if source is None else self.encode(source)
+        return self.stack("decoder", self.embed("embed", self.config["embed"], tokens), memory)
+
+    def encode(self, tokens: Sequence[int], segments: Sequence[int] | None = None) -> Array:
+        """[S, E]: what the encoder says of a source."""
+        side = self.config["source"]
+        if side is None:
+            return self.stack("encoder", self.embed("embed", self.config["embed"], tokens, segments))
+        table = "embed" if side["vocab"] is None else "source"
+        return self.stack("encoder", self.embed("source", side["embed"], tokens, table=table))
+
+    def rows(self, hidden: Array) -> Array:
+        """[L, E] of one row -> its labels' scores [labels], or its embedding [E]."""
+        head = self.config["head"]
+        pooled = hidden[0] if head["pool"] == "first" else sum(hidden) / len(hidden)
+        out = self.transform(pooled, head["transform"])
+        if head["kind"] == "classes":
+            return self.linear("head", out)
+        return out / math.sqrt(sum(x * x for x in out)) if head["unit"] else out
+
+    def scores(self, hidden: Array) -> Array:
+        head = self.config["head"]
+        out = np.stack([self.transform(x, head["transform"]) for x in hidden])
+        if head["kind"] == "classes":
+            return np.stack([self.linear("head", x) for x in out])
+        name = "embed.tokens.weight" if self.config["tie"] else "head.weight"
+        logits = out @ self.weights[name].T
+        logits = head["scale"] * (logits + self.weights.get("head.bias", 0.0))
+        return logits if head["softcap"] is None else head["softcap"] * np.tanh(logits / head["softcap"])
+
+    def transform(self, x: Array, spec: Config | None) -> Array:
+        if spec is None:
+            return x
+        x = self.linear("head.transform.dense", x)
+        x = x if spec["activation"] is None else activation(spec["activation"], x)
+        return x if spec["norm"] is None else self.norm("head.transform.norm", spec["norm"], x)
+
+    # ------------------------------------------------------------ what goes in
+
+    def embed(
+        self,
+        name: str,
+        spec: Config,
+        tokens: Sequence[int],
+        segments: Sequence[int] | None = None,
+        table: str | None = None,
+    ) -> Array:
+        rows = []
+        for at, token in enumerate(tokens):
+            x = spec["scale"] * self.weights[f"{table or name}.tokens.weight"][token]
+            if spec["width"] is not None and spec["project"] == "start":
+                x = self.linear(f"{name}.project", x)
+            if spec["norm"] is not None and spec["norm_first"]:
+                x = self.norm(f"{name}.norm", spec["norm"], x)
+            if spec["position"] is not None:
+                x = x + self.absolute(name, spec["position"], at, len(x))
+            if spec["segments"]:
+                x = x + self.weights[f"{name}.segments.weight"][0 if segments is None else segments[at]]
+            if spec["norm"] is not None and not spec["norm_first"]:
+                x = self.norm(f"{name}.norm", spec["norm"], x)
+            if spec["width"] is not None and spec["project"] == "end":
+                x = self.linear(f"{name}.project", x)
+            rows.append(x)
+        return np.stack(rows)
+
+    def absolute(self, name: str, spec: Config, at: int, width: int) -> Array:
+        at += spec["offset"]
+        if spec["kind"] == "learned":
+            return self.weights[f"{name}.positions.weight"][at]
+        half = width // 2
+        if spec["form"] == "fairseq":
+            angles = [at * math.exp(-i * math.log(spec["base"]) / (half - 1)) for i in range(half)]
+        else:
+            angles = [at / spec["base"] ** (2 * i / width) for i in range(half)]
+        sines, cosines = [math.sin(a) for a in angles], [math.cos(a) for a in angles]
+        if spec["form"] == "interleaved":
+            return np.array([value for pair in zip(sines, cosines, strict=True) for value in pair])
+        return np.array(sines + cosines)
+
+    # ------------------------------------------------------------ layers
+
+    def stack(self, name: str, x: Array, source: Array | None = None) -> Array:
+        spec = self.config[name]
+        layer: Config = {}
+        for index in range(spec["layers"]):
+            letter = spec["pattern"][index % len(spec["pattern"])]
+            layer = spec["kinds"][letter]
+            x = self.layer(f"{name}.layers.{index}", f"{name}.relative.{letter}", spec, layer, x, source)
+        return self.each(f"{name}.norm", layer["norm"], x) if spec["final_norm"] else x
+
+    def layer(self, at: str, shared: str, stack: Config, spec: Config, x: Array, source: Array | None) -> Array:
+        place, share, norm = stack["norm_place"], stack["residual"], spec["norm"]
+
+        def mix(h: Array) -> Array:
+            return self.attention(f"{at}.mixer", shared, spec["mixer"], norm, h, h)
+
+        def feed(h: Array) -> Array:
+            return np.stack([self.mlp(f"{at}.mlp", spec["mlp"], row) for row in h])
+
+        def cross(h: Array) -> Array:
+            assert source is not None
+            return self.attention(f"{at}.cross", shared, spec["cross"], norm, h, source)
+
+        def normed(name: str, h: Array) -> Array:
+            return self.each(f"{at}.{name}", norm, h)
+
+        if place == "parallel":
+            once = normed("norm1", x)
+            return x + share * mix(once) + share * feed(once)
+        if place == "parallel_pair":
+            return x + share * mix(normed("norm1", x)) + share * feed(normed("norm2", x))
+        branches = [("norm1", mix)] + ([("norm_cross", cross)] if spec["cross"] else []) + [("norm2", feed)]
+        for name, branch in branches:
+            if place == "post":
+                x = normed(name, x + share * branch(x))
+            elif place == "after":
+                x = x + share * normed(name, branch(x))
+            elif place == "sandwich":
+                x = x + share * normed(f"{name}_after", branch(normed(name, x)))
+            elif place == "normed":
+                inside = normed(name, x)
+                x = inside + share * branch(inside)
+            else:
+                inside = x if name == "norm1" and not spec["first_norm"] else normed(name, x)
+                x = x + share * branch(inside)
+        return x
+
+    def linear(self, name: str, x: Array) -> Array:
+        return self.weights[f"{name}.weight"] @ x + self.weights.get(f"{name}.bias", 0.0)
+
+    def each(self, name: str, spec: Config, x: Array) -> Array:
+        return np.stack([self.norm(name, spec, row) for row in x])
+
+    def norm(self, name: str, spec: Config, x: Array, head: int | None = None) -> Array:
+        """``head``: of several with weights of their own."""
+        if spec["kind"] == "layer":
+            x = x - sum(x) / len(x)
+        x = x / math.sqrt(sum(value * value for value in x) / len(x) + spec["eps"])
+        if spec["weight"]:
+            weight = self.weights[f"{name}.weight"] + (1.0 if spec["unit_offset"] else 0.0)
+            x = x * (weight if head is None else weight[head])
+        if spec["bias"]:
+            bias = self.weights[f"{name}.bias"]
+            x = x + (bias if head is None else bias[head])
+        return x
+
+    # ------------------------------------------------------------ attention
+
+    def attention(self, at: str, shared: str, spec: Config, norm: Config, x: Array, source: Array) -> Array:
+        """x [L, E] asks, source [S, E] answers: query i of head h takes the softmax of its logits over what it sees."""
+        heads, kv_heads = spec["heads"], spec["kv_heads"] or spec["heads"]
+        dim = spec["head_dim"] or self.config["width"] // heads
+        value_dim = spec["value_dim"] or dim
+        q = self.project(f"{at}.q", f"{at}.q_norm", spec, norm, x, heads, dim)
+        k = self.project(f"{at}.k", f"{at}.k_norm", spec, norm, source, kv_heads, dim)
+        v = self.project(f"{at}.v", None, spec, norm, source, kv_heads, value_dim)
+        position = spec["position"] or {"kind": None}
+        if position["kind"] == "rope":
+            q = np.stack([[rotated(q[i, h], i, position) for h in range(heads)] for i in range(len(q))])
+            k = np.stack([[rotated(k[j, h], j, position) for h in range(kv_heads)] for j in range(len(k))])
+        scale = {"default": 1 / math.sqrt(dim), "none": 1.0}.get(spec["scale"], spec["scale"])
+        sinks = self.weights.get(f"{at}.sink_logits")
+        bias = self.bias(f"{at}.relative", shared, position, heads)
+        out = []
+        for i in range(len(x)):
+            told: list[float] = []
+            for h in range(heads):
+                kv = h // (heads // kv_heads)
+                seen = [j for j in range(len(source)) if sees(spec, i, j)]
+                logits = []
+                for j in seen:
+                    logit = scale * float(q[i, h] @ k[j, kv])
+                    if spec["softcap"] is not None:
+                        logit = spec["softcap"] * math.tanh(logit / spec["softcap"])
+                    logits.append(logit + bias(h, i, j))
+                top = max(logits + ([] if sinks is None else [sinks[h]]))
+                shares = [math.exp(logit - top) for logit in logits]
+                total = sum(shares) + (0.0 if sinks is None else math.exp(sinks[h] - top))
+                told.extend(sum(share / total * v[j, kv] for share, j in zip(shares, seen, strict=True)))
+            out.append(self.linear(f"{at}.out", np.array(told)))
+        return np.stack(out)
+
+    def project(self, at: str, normed: str | None, spec: Config, norm: Config, x: Array, heads: int, dim: int) -> Array:
+        flat = np.stack([self.linear(at, row) for row in x])
+        flat = flat if spec["clip"] is None else np.clip(flat, -spec["clip"], spec["clip"])
+        how = spec["qk_norm"] if normed is not None else "none"
+        norm = spec["norm"] or norm
+        if how == "full":
+            flat = self.each(str(normed), norm, flat)
+        out = flat.reshape(len(x), heads, dim)
+        if how in ("head", "each"):
+            which = [h if how == "each" else None for h in range(heads)]
+            out = np.stack([[self.norm(str(normed), norm, row[h], which[h]) for h in range(heads)] for row in out])
+        return out
+
+    def bias(self, own: str, shared: str, position: Config, heads: int) -> Any:
+        """(head, query's position, key's position) -> what is added to their logit."""
+        if position["kind"] == "alibi":
+            slopes = alibi_slopes(heads)
+            return lambda h, i, j: -position["factor"] * slopes[h] * abs(i - j)
+        if position["kind"] == "t5":
+            table = self.weights[shared if position["shared"] else own]
+            return lambda h, i, j: table[t5_bucket(j - i, position), h]
+        return lambda h, i, j: 0.0
+
+    # ------------------------------------------------------------ MLPs
+
+    def mlp(self, at: str, spec: Config, x: Array) -> Array:
+        if spec["kind"] == "experts":
+            return self.experts(at, spec, x)
+        up = self.linear(f"{at}.up", x)
+        if spec["kind"] == "gated":
+            return self.linear(f"{at}.down", activation(spec["activation"], self.linear(f"{at}.gate", x)) * up)
+        return self.linear(f"{at}.down", activation(spec["activation"], up))
+
+    def experts(self, at: str, spec: Config, x: Array) -> Array:
+        logits = self.linear(f"{at}.router", x)
+        best = sorted(range(spec["count"]), key=lambda e: -logits[e])[: spec["active"]]
+        shares = np.exp([logits[e] - max(logits) for e in best])
+        out = np.zeros_like(x)
+        for share, e in zip(shares / sum(shares), best, strict=True):
+            gate, up = (
+                self.weights[f"{at}.{part}"][e] @ x + (self.weights[f"{at}.{part}_bias"][e] if spec["bias"] else 0.0)
+                for part in ("gate", "up")
+            )
+            if spec["clip"] is not None:
+                gate, up = np.minimum(gate, spec["clip"]), np.clip(up, -spec["clip"], spec["clip"])
+            if spec["alpha"] is not None:
+                inner = (up + 1) * gate / (1 + np.exp(-spec["alpha"] * gate))
+            else:
+                inner = activation(spec["activation"], gate) * up
+            told = self.weights[f"{at}.down"][e] @ inner + (self.weights[f"{at}.down_bias"][e] if spec["bias"] else 0.0)
+            out = out + share * told
+        return out
+
+
+def sees(spec: Config, i: int, j: int) -> bool:
+    """Does the query at position i see the key at position j?  A window counts the query itself."""
+    if spec["causal"]:
+        return j <= i and (spec["window"] is None or i - j < spec["window"])
+    return spec["window"] is None or abs(i - j) < spec["window"]
+
+
+def rotated(x: Array, at: int, spec: Config) -> Array:
+    """Pair i of the first ``fraction`` of x turns by at * theta^(-2i/D) (Su et al. 2021)."""
+    size = int(len(x) * spec["fraction"])
+    half, out = size // 2, x.copy()
+    factor = 1.0 if spec["scaling"] is None else spec["scaling"]["factor"]
+    assert spec["scaling"] is None or spec["scaling"]["kind"] == "linear"
+    for i in range(half):
+        angle = at / (factor * spec["theta"] ** (2 * i / size))
+        cos, sin = math.cos(angle), math.sin(angle)
+        a, b = (2 * i, 2 * i + 1) if spec["interleaved"] else (i, i + half)
+        out[a], out[b] = x[a] * cos - x[b] * sin, x[b] * cos + x[a] * sin
+    return out
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """2^(-8/n), 2^(-16/n), ... for a power of two; else those of the power below, then every other one of that above
+    (the reference code of Press et al. 2021)."""
+    if heads & (heads - 1) == 0:
+        return [2 ** (-8 * (h + 1) / heads) for h in range(heads)]
+    below = 1 << (heads.bit_length() - 1)
+    return alibi_slopes(below) + alibi_slopes(2 * below)[0::2][: heads - below]
+
+
+def t5_bucket(ahead: int, spec: Config) -> int:
+    """The reference code of Raffel et al. 2020, for one distance: k - q."""
+    count, first, away = spec["buckets"], 0, -ahead
+    if spec["bidirectional"]:
+        count //= 2
+        first, away = (count, ahead) if ahead > 0 else (0, -ahead)
+    away = max(away, 0)
+    exact = count // 2
+    if away < exact:
+        return first + away
+    grown = math.log(away / exact) / math.log(spec["max_distance"] / exact) * (count - exact)
+    return first + min(count - 1, exact + int(grown))
+
+
+def activation(name: str, x: Array) -> Array:
+    if name == "relu":
+        return np.maximum(x, 0.0)
+    if name == "relu2":
+        return np.maximum(x, 0.0) ** 2
+    if name == "tanh":
+        return np.tanh(x)
+    if name == "silu":
+        return x / (1 + np.exp(-x))
+    if name == "quick_gelu":
+        return x / (1 + np.exp(-1.702 * x))
+    if name == "gelu_tanh":
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    assert name == "gelu", name
+    return 0.5 * x * (1 + np.array([math.erf(value / math.sqrt(2)) for value in x]))

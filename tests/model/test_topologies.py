@@ -1,0 +1,317 @@
+"""Encoders and encoder-decoders against a Transformer in plain NumPy, in float64, every parameter random.
+
+ALiBi and RoPE in an encoder-decoder, T5's biases in a decoder alone, windows in an encoder: no library has a class to
+hold them against, and every one of them is a config away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kvad import config as cfg
+from kvad.config import ModelConfig
+from kvad.model import transformer
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.step import Lane, Step
+from tests.model.numpy_reference import Reference
+from tests.models import HEADS, SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
+from tests.pairwise import Case, pairwise
+
+EXACT = 1e-10
+POSITIONS = ("none", "learned", "sinusoidal", "rope", "rope-partial", "alibi", "t5", "t5-each")
+PLACES = ("pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair")
+FORMS = ("interleaved", "concat", "fairseq")
+MLPS = ("plain", "gated", "experts", "experts-gpt-oss")
+SOURCE, TARGET = [7, 3, 12, 40, 5, 0, 33, 21, 9, 9, 2, 17, 8], [11, 60, 2, 45, 45, 1, 66, 30, 4]
+
+
+@pytest.fixture(autouse=True)
+def double_angles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvad turns by float32 angles; given frequencies in float64 it computes them in float64."""
+    real = transformer.rope_frequencies
+    monkeypatch.setattr(transformer, "rope_frequencies", lambda *given: real(*given).double())
+
+
+# ---------------------------------------------------------------- models
+
+
+def mlp_of(name: str) -> cfg.Plain | cfg.Gated | cfg.Experts:
+    if name == "experts":
+        return cfg.Experts(20, 5, 2, "gelu_tanh", router_bias=True)
+    if name == "experts-gpt-oss":
+        return cfg.Experts(20, 4, 3, bias=True, router="softmax_last", alpha=1.7, clip=1.0)
+    return cfg.Plain(40, "relu2", bias=True) if name == "plain" else cfg.Gated(40, "quick_gelu", bias=True)
+
+
+def varied(config: ModelConfig, case: Case) -> ModelConfig:
+    """The axes that ``tests.models`` does not have, in every stack; frequencies of RoPE that are powers of two."""
+
+    def position(old: Any) -> Any:
+        if isinstance(old, cfg.Rope):
+            scaling = cfg.LinearScaling(2.0) if case["position"] == "rope-partial" else None
+            return replace(old, theta=16.0, scaling=scaling)
+        return replace(old, shared=case["position"] == "t5") if isinstance(old, cfg.T5Bias) else old
+
+    def stack(old: cfg.Stack | None, where: str) -> cfg.Stack | None:
+        if old is None:
+            return None
+        kinds = {}
+        for letter, layer in old.kinds.items():
+            mixer = replace(layer.mixer, position=position(layer.mixer.position))
+            kinds[letter] = replace(layer, mixer=mixer, mlp=mlp_of(case["mlp"]))
+        crossed = where == "decoder" and config.encoder is not None
+        place = case["norm"] if not crossed or case["norm"] in ("pre", "post", "sandwich") else old.norm_place
+        return replace(old, kinds=kinds, norm_place=place, residual=0.7)
+
+    config = replace(config, decoder=stack(config.decoder, "decoder"), encoder=stack(config.encoder, "encoder"))
+    if case["position"] != "sinusoidal":
+        return config
+    form = FORMS[len(case["norm"]) % 3]  # any of them
+    config = replace(config, embed=cfg.Embedding(cfg.SinusoidalPositions(form=form, offset=2)))  # type: ignore[arg-type]
+    if config.source is None:
+        return config
+    embed = replace(config.source.embed, position=cfg.SinusoidalPositions(form=form))  # type: ignore[arg-type]
+    return replace(config, source=replace(config.source, embed=embed))
+
+
+def named(position: str) -> str:
+    return "t5" if position == "t5-each" else position
+
+
+def reference(model: Transformer) -> Reference:
+    return Reference(model.config.to_dict(), {name: x.detach().numpy() for name, x in model.named_parameters()})
+
+
+# ---------------------------------------------------------------- steps
+
+
+def rows_step(rows: Sequence[Sequence[int]], source: Step | None = None, lanes: Sequence[Lane] | None = None) -> Step:
+    """Rows of any length, each in a lane of its own unless told."""
+    tokens = torch.tensor([token for row in rows for token in row])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    lanes = [Lane(1, len(row), len(row)) for row in rows] if lanes is None else lanes
+    return Step(tokens, positions, tuple(lanes), torch.arange(len(tokens)), source=source)
+
+
+def said(model: Transformer, target: Sequence[int], source: Sequence[int] | None = None) -> Tensor:
+    step = rows_step([target], None if source is None else rows_step([source]))
+    return model.logits(model(step, Fresh(model.config)), step.wanted)
+
+
+def apart(ours: Tensor, theirs: np.ndarray) -> float:
+    assert tuple(ours.shape) == theirs.shape
+    return float(np.abs(ours.detach().numpy() - theirs).max())
+
+
+# ---------------------------------------------------------------- against NumPy
+
+AXES = {"position": POSITIONS, "norm": PLACES, "heads": HEADS, "mlp": MLPS}
+ENCODERS = pairwise(AXES)
+DECODERS = [case for case in pairwise(AXES, seed=1) if case["position"].startswith(("t5", "alibi", "rope"))][:24]
+PAIRS = pairwise(AXES | {"norm": ("pre", "post", "sandwich", "after"), "vocab": ("shared", "own")}, seed=2)
+
+
+def case_id(case: Case) -> str:
+    return "-".join(case.values())
+
+
+@pytest.mark.parametrize("case", ENCODERS, ids=case_id)
+def test_an_encoder_is_the_references(case: Case) -> None:
+    model = build(varied(encoder_config(named(case["position"]), case["norm"], case["heads"]), case))
+    assert apart(said(model, SOURCE), reference(model).logits(SOURCE)) <= EXACT
+
+
+@pytest.mark.parametrize("case", DECODERS, ids=case_id)
+def test_a_decoder_is_the_references(case: Case) -> None:
+    model = build(varied(model_config(named(case["position"]), case["norm"], case["heads"]), case))
+    assert apart(said(model, SOURCE), reference(model).logits(SOURCE)) <= EXACT
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=case_id)
+def test_an_encoder_decoder_is_the_references(case: Case) -> None:
+    config = pair_config(named(case["position"]), case["norm"], case["heads"], own=case["vocab"] == "own")
+    model = build(varied(config, case))
+    theirs = reference(model)
+    with torch.no_grad():
+        assert apart(model.encode(rows_step([SOURCE])), theirs.encode(SOURCE)) <= EXACT
+    assert apart(said(model, TARGET, SOURCE), theirs.logits(TARGET, SOURCE)) <= EXACT
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_the_reference_can_object(position: str) -> None:
+    """Each parameter but a key's bias, a little changed, is another model: nothing of it is left out by both sides."""
+    case = {"position": position, "norm": "pre", "heads": "sinks", "mlp": "gated"}
+    model = build(varied(pair_config(named(position), "pre", "sinks", own=True), case))
+    expected = reference(model).logits(TARGET, SOURCE)
+    for name, parameter in model.named_parameters():
+        before = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.mul_(1.01).add_(1e-3)
+            assert apart(said(model, TARGET, SOURCE), expected) > 1e-8, name
+            parameter.copy_(before)
+
+
+@pytest.mark.parametrize("embed", ["segments", "width-end", "width-start", "norm-first"])
+def test_embeddings_of_encoders(embed: str) -> None:
+    norm = cfg.Norm("layer", bias=True)
+    spec = {
+        "segments": cfg.Embedding(cfg.LearnedPositions(96), norm=norm, segments=2),
+        "width-end": cfg.Embedding(cfg.LearnedPositions(96), width=10, norm=norm),
+        "width-start": cfg.Embedding(cfg.LearnedPositions(96), width=10, norm=norm, project="start", scale=3.0),
+        "norm-first": cfg.Embedding(cfg.LearnedPositions(96), norm=norm, norm_first=True, scale=3.0),
+    }[embed]
+    model = build(replace(encoder_config("none", "post", "mha"), embed=spec, tie=False))
+    segments = [0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1] if embed == "segments" else None
+    theirs = reference(model)
+    step = rows_step([SOURCE])._replace(segments=None if segments is None else torch.tensor(segments))
+    with torch.no_grad():
+        assert apart(model.encode(step), theirs.encode(SOURCE, segments)) <= EXACT
+        assert apart(said(model, SOURCE), theirs.logits(SOURCE)) <= EXACT  # segment 0 where none is said
+
+
+# ---------------------------------------------------------------- heads
+
+TRANSFORM = cfg.Transform("tanh", norm=cfg.Norm("layer", bias=True), width=15)
+ROW_HEADS: dict[str, cfg.Classes | cfg.Pooled] = {
+    "classes-first": cfg.Classes(("a", "b", "c"), per="row", transform=TRANSFORM),
+    "classes-mean": cfg.Classes(("a", "b"), per="row", pool="mean", bias=False),
+    "pooled-first": cfg.Pooled("first", transform=cfg.Transform("tanh")),
+    "pooled-mean": cfg.Pooled("mean"),
+    "pooled-unit": cfg.Pooled("mean", unit=True, transform=cfg.Transform(None, bias=False, width=7)),
+}
+TOKEN_HEADS: dict[str, cfg.Head | cfg.Classes] = {
+    "language": cfg.Head(bias=True, softcap=2.0, scale=0.5, transform=replace(TRANSFORM, width=None)),
+    "tags": cfg.Classes(("x", "y", "z", "w")),
+    "tags-transformed": cfg.Classes(("x", "y"), transform=TRANSFORM),
+}
+TEXTS = [SOURCE, SOURCE[:4], [9], SOURCE[5:11], SOURCE[2:6]]
+
+
+@pytest.mark.parametrize("head", TOKEN_HEADS)
+def test_heads_that_answer_for_tokens(head: str) -> None:
+    model = build(replace(encoder_config("alibi", "post", "gqa"), head=TOKEN_HEADS[head]))
+    theirs = reference(model)
+    for text in TEXTS:
+        assert apart(said(model, text), theirs.logits(text)) <= EXACT
+
+
+@pytest.mark.parametrize("head", ROW_HEADS)
+def test_heads_that_answer_for_rows(head: str) -> None:
+    """A batch of ragged rows, two of which share a lane."""
+    model = build(replace(encoder_config("t5", "pre", "mqa"), head=ROW_HEADS[head]))
+    theirs = reference(model)
+    rows = [TEXTS[1], TEXTS[4], TEXTS[0], TEXTS[2]]
+    step = rows_step(rows, lanes=[Lane(2, 4, 4), Lane(1, 13, 13), Lane(1, 1, 1)])
+    ours = model.rows(model(step, Fresh(model.config)), step)
+    expected = np.stack([theirs.rows(theirs.encode(row)) for row in rows])
+    assert apart(ours, expected) <= EXACT
+    if isinstance(model.config.head, cfg.Pooled) and model.config.head.unit:
+        torch.testing.assert_close(ours.norm(dim=-1), torch.ones(4, dtype=torch.float64))
+
+
+# ---------------------------------------------------------------- several sources, and rows that share one
+
+
+def test_sources_stand_beside_their_rows() -> None:
+    """A lane of three rows over one source, a lane of two rows over two, a lane of one: each is its solo run."""
+    model = build(pair_config("alibi", "sandwich", "gqa"))
+    sources = [SOURCE, SOURCE[:5], SOURCE[8:], SOURCE[3:6]]
+    targets = [TARGET, TARGET[::-1], TARGET[1:] + TARGET[:1], TARGET[:4], TARGET[2:6], TARGET[:7]]
+    of = [0, 0, 0, 1, 2, 3]
+    source = rows_step(sources, lanes=[Lane(1, 13, 13), Lane(2, 5, 5), Lane(1, 3, 3)])
+    step = rows_step(targets, source, [Lane(3, 9, 9), Lane(2, 4, 4), Lane(1, 7, 7)])
+    together = model.logits(model(step, Fresh(model.config)), step.wanted)
+    start = 0
+    for target, number in zip(targets, of, strict=True):
+        alone = said(model, target, sources[number])
+        assert (together[start : start + len(target)] - alone).abs().max() <= EXACT
+        start += len(target)
+
+
+@pytest.mark.parametrize("beams", [1, 2, 5])
+def test_beams_are_folded_over_their_sources(beams: int) -> None:
+    """rows = sources * beams: row r reads source r // beams."""
+    model = build(pair_config("rope", "post", "sinks", own=True))
+    sources = [SOURCE, SOURCE[::-1]]
+    targets = [[(token * (r + 1) + r) % VOCAB for token in TARGET] for r in range(2 * beams)]
+    source = rows_step(sources, lanes=[Lane(2, 13, 13)])
+    step = rows_step(targets, source, [Lane(2 * beams, 9, 9)])
+    together = model.logits(model(step, Fresh(model.config)), step.wanted).view(2 * beams, 9, -1)
+    for r, target in enumerate(targets):
+        assert (together[r] - said(model, target, sources[r // beams])).abs().max() <= EXACT
+        other = said(model, target, sources[1 - r // beams])
+        assert (together[r] - other).abs().max() > 1e-3, "the sources are told apart"
+
+
+def test_an_encoders_rows_never_meet() -> None:
+    model = build(encoder_config("rope", "pre", "window-mix"))
+    step = rows_step(TEXTS)
+    together = model.logits(model(step, Fresh(model.config)), step.wanted)
+    alone = torch.cat([said(model, text) for text in TEXTS])
+    assert (together - alone).abs().max() <= EXACT
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def loss_of(model: Transformer) -> Tensor:
+    logits = said(model, TARGET[:-1], SOURCE)
+    return torch.nn.functional.cross_entropy(logits, torch.tensor(TARGET[1:]))
+
+
+@pytest.mark.parametrize("position", ["learned", "rope", "alibi", "t5"])
+def test_the_decoder_s_loss_reaches_the_encoder(position: str) -> None:
+    """Every parameter that the loss can depend on gets a gradient, and it is that of finite differences."""
+    model = build(pair_config(position, "pre", "gqa", own=True))
+    loss_of(model).backward()
+    missing = [name for name, x in model.named_parameters() if x.grad is None or not x.grad.abs().max() > 0]
+    assert missing == []
+    draw = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if not name.startswith(("source.", "encoder.")) and ".cross." not in name:
+            continue
+        assert parameter.grad is not None
+        flat, grad = parameter.data.view(-1), parameter.grad.view(-1)
+        touched = grad.nonzero()[:, 0]
+        at = int(touched[torch.randint(len(touched), (1,), generator=draw)])
+        before, step = float(flat[at]), 1e-5
+        losses = []
+        for moved in (before + step, before - step):
+            flat[at] = moved
+            with torch.no_grad():
+                losses.append(float(loss_of(model)))
+        flat[at] = before
+        numeric = (losses[0] - losses[1]) / (2 * step)
+        assert abs(numeric - float(grad[at])) <= 1e-7 + 1e-5 * abs(numeric), name
+
+
+def test_a_source_s_gradients_are_of_all_its_rows() -> None:
+    """Two rows over one source: their gradients add up."""
+    model = build(pair_config("alibi", "post", "mha"))
+    rows = [TARGET, TARGET[::-1]]
+
+    def gradient(targets: Sequence[Sequence[int]]) -> Tensor:
+        model.zero_grad()
+        step = rows_step(targets, rows_step([SOURCE]), [Lane(len(targets), 9, 9)])
+        model.logits(model(step, Fresh(model.config)), step.wanted).square().sum().backward()
+        assert model.encoder is not None
+        found = model.encoder.layers[0].mixer.v.weight.grad
+        assert isinstance(found, Tensor)
+        return found.clone()
+
+    together, apart_ = gradient(rows), gradient(rows[:1]) + gradient(rows[1:])
+    assert (together - apart_).abs().max() <= 1e-9 * together.abs().max()
+
+
+def test_source_tokens_are_of_the_source_s_vocabulary() -> None:
+    model = build(pair_config("none", own=True))
+    assert model.source is not None and model.source.tokens is not None
+    assert model.source.tokens.weight.shape == (SOURCE_VOCAB, 30)
