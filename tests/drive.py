@@ -24,11 +24,14 @@ from kvad.step import RESERVED_BLOCKS, Lane, Step
 
 @dataclass
 class Stream:
-    """A prompt and its forced continuations, one per sample; it arrives at that step (1000: when all is quiet)."""
+    """A prompt and its forced continuations, one per sample; it arrives at that step (1000: when all is quiet).
+
+    ``source``: what an encoder reads; the prompt then begins its target."""
 
     prompt: list[int]
     continuations: list[list[int]]
     arrives: int = 0
+    source: list[int] | None = None
 
     def tokens(self, sample: int = 0) -> list[int]:
         return self.prompt + self.continuations[sample]
@@ -46,6 +49,9 @@ class Run:
     preemptions: int = 0
     hit_tokens: int = 0
     copies: int = 0
+    encoded: int = 0  # tokens of sources, each time that one was read
+    encodings: int = 0  # steps of the encoder
+    folded: int = 0  # steps in which cross-attention had fewer rows than the step
 
 
 @torch.inference_mode()
@@ -60,14 +66,24 @@ def drive(
         for number, stream in list(waiting.items()):
             if run.steps >= stream.arrives and (stream.arrives < 1000 or engine.idle):
                 options = Sampling(max_tokens=len(stream.continuations[0]), n=len(stream.continuations), temperature=0)
-                ids[engine.submit(stream.prompt, options)] = number
+                ids[engine.submit(stream.prompt, options, source=stream.source)] = number
                 del waiting[number]
         plan = engine.scheduler.plan()
         if plan is None:
             run.steps += 1
             continue
-        logits = engine.runner.run(plan)
         run.steps += 1
+        if plan.encoding is not None:
+            hidden, _ = engine.runner.encode(plan.encoding)
+            run.encoded += len(hidden)
+            run.encodings += 1
+            engine.scheduler.settle(plan, [Result()] * len(plan.encoding.rows))
+            engine.scheduler.check()
+            if poison:
+                fill_unowned(engine, math.nan)
+            continue
+        logits = engine.runner.run(plan)
+        run.folded += _rows(plan.lanes) > _rows(plan.cross or plan.lanes)
         run.widest = max(run.widest, len(plan.work))
         run.lanes = max(run.lanes, len(plan.lanes))
         run.mixed += len({work.count for work in plan.work}) > 1
@@ -90,6 +106,10 @@ def drive(
     return run
 
 
+def _rows(lanes: Sequence[Lane]) -> int:
+    return sum(lane.rows for lane in lanes)
+
+
 def fill_unowned(engine: Engine, value: float) -> None:
     """Every block that no row and no published prefix owns, the reserved ones apart, gets ``value``."""
     for group, pool in zip(engine.memory.groups, engine.ledger.pools, strict=True):
@@ -101,13 +121,20 @@ def fill_unowned(engine: Engine, value: float) -> None:
 
 
 @torch.inference_mode()
-def uncached(model: Transformer, tokens: Sequence[int], limit: int | None = None) -> Tensor:
+def uncached(
+    model: Transformer, tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None
+) -> Tensor:
     """[T, V] from Fresh; ``limit``: the length that the row may reach (it decides the rotary regime)."""
-    ids = torch.tensor(tokens)
-    every = torch.arange(len(tokens))
+    step = fresh_step(tokens, limit, source)
+    return model.logits(model(step, Fresh(model.config, kernel="reference")), step.wanted)
+
+
+def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None) -> Step:
+    """One row, and its source; a source's limit is its length."""
+    ids, every = torch.tensor(tokens), torch.arange(len(tokens))
     limits = torch.full_like(every, limit or len(tokens))
-    step = Step(ids, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits)
-    return model.logits(model(step, Fresh(model.config, kernel="reference")), every)
+    read = None if source is None else fresh_step(source)
+    return Step(ids, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits, source=read)
 
 
 def worst(model: Transformer, streams: Sequence[Stream], run: Run) -> float:
@@ -116,7 +143,7 @@ def worst(model: Transformer, streams: Sequence[Stream], run: Run) -> float:
     for number, stream in enumerate(streams):
         for sample in range(len(stream.continuations)):
             tokens = stream.tokens(sample)
-            right = uncached(model, tokens)
+            right = uncached(model, tokens, source=stream.source)
             got = run.logits[number, sample]
             assert sorted(got) == list(range(len(stream.prompt) - 1, len(tokens) - 1)), "a position was never sampled"
             for position, logits in got.items():

@@ -1,7 +1,8 @@
 """The oracle: whatever the memory, the logits are those of the model that forgets.
 
-Layout x cache dtype x position encoding x norm placement x kind of heads x what happens to the rows.  A covering set
-(every pair of values of every two axes) runs in ``make test``, the full product in ``make test-long``.
+Layout x cache dtype x position encoding x norm placement x kind of heads x what happens to the rows, of decoders and of
+encoder-decoders.  A covering set (every pair of values of every two axes) of each topology runs in ``make test``, the
+full products in ``make test-long``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from kvad.cache.sizing import CacheConfig
 from kvad.model.transformer import Transformer
 from tests.drive import Run, Stream, drive, worst
-from tests.models import HEADS, NORMS, POSITIONS, VOCAB, build, model_config
+from tests.models import HEADS, NORMS, POSITIONS, SOURCE_VOCAB, VOCAB, build, model_config, pair_config
 from tests.pairwise import Case, full, pairwise
 
 SCENARIOS = ("solo", "ragged", "chunked", "mixed", "preempted", "prefix-hit", "forked", "long-and-short")
@@ -25,6 +26,11 @@ AXES = {
     "norm": NORMS,
     "heads": HEADS,
     "scenario": SCENARIOS,
+}
+TRANSLATING = AXES | {  # an encoder-decoder: "own" has a source vocabulary (and width) of its own
+    "heads": ("mha", "gqa", "value-dim", "qk-norm", "softcap", "sinks", "window-mix"),
+    "scenario": (*SCENARIOS, "source-hit"),
+    "vocab": ("shared", "own"),
 }
 # max |dlogit| over logits of a few units; what is stored is rounded, what is computed is not.
 TOLERANCE = {"float64": 1e-10, "float32": 2e-4, "bfloat16": 1.0, "float16": 0.15}
@@ -53,6 +59,25 @@ def streams_of(scenario: str, draw: random.Random) -> list[Stream]:
     return [Stream(text(n), [text(10)]) for n in (3, 21, 9, 14)]
 
 
+def with_sources(scenario: str, streams: list[Stream], draw: random.Random) -> list[Stream]:
+    """The same targets, of sources of all lengths; equal ones where the scenario is about what rows share."""
+
+    def text(length: int) -> list[int]:
+        return [draw.randrange(SOURCE_VOCAB) for _ in range(length)]
+
+    lengths = (57, 3, 6, 1) if scenario == "long-and-short" else (13, 4, 22, 13)
+    shared = text(13)
+    for stream, length in zip(streams, lengths, strict=False):
+        stream.source = list(shared) if scenario in ("prefix-hit", "source-hit") else text(length)
+    if scenario == "source-hit":  # one of them differs in its last token, and begins its target as the first does
+        assert streams[1].source is not None
+        streams[1].source[-1] = (shared[-1] + 1) % SOURCE_VOCAB
+        streams[1].prompt = streams[0].prompt + streams[1].prompt
+        for stream in streams[1:]:
+            stream.arrives = 1000
+    return streams
+
+
 def cache_of(case: Case) -> CacheConfig:
     scenario, paged = case["scenario"], case["layout"] == "paged"
     tight = scenario == "preempted"
@@ -64,6 +89,7 @@ def cache_of(case: Case) -> CacheConfig:
         capacity=96,
         chunk=5 if scenario in ("chunked", "mixed") else 32,
         blocks=13 if tight and paged and case["heads"] != "window" else None,
+        source_capacity=60,
     )
 
 
@@ -84,13 +110,36 @@ def happened(case: Case, run: Run) -> None:
         assert run.lanes > 1
 
 
+def translated(case: Case, streams: list[Stream], run: Run) -> None:
+    """What happened to sources."""
+    scenario, paged = case["scenario"], case["layout"] == "paged"
+    every = [len(stream.source or ()) for stream in streams]
+    if scenario == "forked":
+        assert run.folded > 0 and run.encoded == sum(every), "samples share one source"
+    elif scenario in ("prefix-hit", "source-hit"):
+        by_limit = case["position"] in ("rope-dynamic", "rope-longrope")  # other limits, other roots
+        different = 1 if scenario == "prefix-hit" else 2
+        assert not paged or by_limit or run.encoded == different * every[0], "an equal source is read once"
+    elif scenario != "preempted":
+        assert run.encoded == sum(every)
+    if scenario == "source-hit":
+        assert run.hit_tokens == 0, "a target's blocks are of its source"
+    if scenario in ("ragged", "long-and-short"):
+        assert run.encodings == 1, "sources of all lengths are read together"
+
+
 def measure(case: Case) -> float:
     draw = random.Random(repr(case))
     dtype = torch.float64 if case["dtype"] == "float64" else torch.float32
-    model = build(model_config(case["position"], case["norm"], case["heads"]), dtype=dtype)
-    streams = streams_of(case["scenario"], draw)
+    kind = case["position"], case["norm"], case["heads"]
+    config = pair_config(*kind, own=case["vocab"] == "own") if "vocab" in case else model_config(*kind)
+    model, streams = build(config, dtype=dtype), streams_of(case["scenario"], draw)
+    if "vocab" in case:
+        streams = with_sources(case["scenario"], streams, draw)
     run = drive(model, cache_of(case), streams, poison=True)
     happened(case, run)
+    if "vocab" in case:
+        translated(case, streams, run)
     return worst(model, streams, run)
 
 
@@ -103,11 +152,25 @@ def test_a_cache_changes_nothing(case: Case) -> None:
     assert measure(case) <= TOLERANCE[case["dtype"]]
 
 
+@pytest.mark.parametrize("case", pairwise(TRANSLATING), ids=case_id)
+def test_a_cache_changes_nothing_of_a_translation(case: Case) -> None:
+    assert measure(case) <= TOLERANCE[case["dtype"]]
+
+
 @pytest.mark.long(minutes=60)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_a_cache_changes_nothing_in_the_full_product(position: str, heads: str) -> None:
     axes = AXES | {"position": (position,), "heads": (heads,)}
+    wrong = {case_id(case): d for case in full(axes) if not (d := measure(case)) <= TOLERANCE[case["dtype"]]}
+    assert not wrong
+
+
+@pytest.mark.long(minutes=60)
+@pytest.mark.parametrize("heads", TRANSLATING["heads"])
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_cache_changes_nothing_in_the_full_product_of_translations(position: str, heads: str) -> None:
+    axes = TRANSLATING | {"position": (position,), "heads": (heads,)}
     wrong = {case_id(case): d for case in full(axes) if not (d := measure(case)) <= TOLERANCE[case["dtype"]]}
     assert not wrong
 

@@ -48,7 +48,7 @@ def test_a_step_that_raises_ends_its_rows_and_nothing_else(
             llm.generate([1, 2, 3], **OPTIONS)
     assert llm.generate([1, 2, 3], **OPTIONS).tokens == expected
     llm.engine.scheduler.check()
-    assert llm.engine.idle and not llm._mail
+    assert llm.engine.idle and not llm._desk._mail
 
 
 def test_a_neighbour_of_a_failed_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
     for prompt in ([1.7, 2], [[1.5]]):
         with pytest.raises(RequestError, match="token ids"):
             llm.generate(prompt, max_tokens=4)
-    assert llm.engine.idle and not llm._mail
+    assert llm.engine.idle and not llm._desk._mail
 
 
 def test_tensors_and_arrays_are_token_ids() -> None:

@@ -12,6 +12,7 @@ Promises:
 * a block that two rows count on, or that is published, is never written: the writer gets a copy (copy-on-write).
   Slots behind the copied ones are empty; a writer that keeps a block after its sharer copied itself away may find
   slots of *later* positions in it.  No query sees those before this row has written over them: queries are causal;
+* a row's source (cross-attention, ``sources.py``) is held from :meth:`attach` to :meth:`release`, and written once;
 * a windowed row keeps what the first query of its next span needs, and no block before that;
 * :meth:`Ledger.reserve` places all spans or changes nothing.
 
@@ -28,6 +29,7 @@ from typing import NamedTuple
 
 from kvad.cache.blocks import BlockPool, Hash, Prefix, Prefixes, digest
 from kvad.cache.sizing import Group
+from kvad.cache.sources import PlacedSources, Source, Sources
 from kvad.step import Moves
 
 __all__ = ["Ledger", "LedgerStats", "Placed", "Span"]
@@ -46,8 +48,9 @@ class Span(NamedTuple):
 class Placed(NamedTuple):
     """Where a step's tokens go.
 
-    ``slots``: per group, one slot per token, in span order.  ``tables``: per group, per span, the blocks that the row
-    may read after this write; the ledger's own lists, valid until its next call: read, do not keep or change.
+    ``slots``: per group of self-attention, one slot per token, in span order.  ``tables``: per group, those of
+    cross-attention behind the others, per span, the blocks that the row may read after this write; the ledger's own
+    lists, valid until its next call: read, do not keep or change.
     """
 
     moves: Moves
@@ -86,9 +89,10 @@ class _Seat:
     it (tip None: this row publishes nothing).  ``reach``: the end of the furthest write, committed or not.  One token
     at a position in ``since .. fast - 1`` is written at ``position + base`` in every group, with nothing else to do."""
 
-    __slots__ = ("fast", "holds", "length", "reach", "root", "since", "tail", "tip")
+    __slots__ = ("fast", "holds", "length", "reach", "root", "since", "source", "tail", "tip")
 
     def __init__(self, num_groups: int, root: Prefix | None) -> None:
+        self.source: Source | None = None
         self.holds = tuple(_Hold() for _ in range(num_groups))
         self.root = root
         self.restart()
@@ -106,19 +110,24 @@ class Ledger:
     """Owns one :class:`BlockPool` per group and the rows in ``seats`` seats."""
 
     def __init__(self, groups: Sequence[Group], *, prefix: bool, seats: int, hasher: Hash = digest) -> None:
-        self.groups = tuple(groups)
+        self.groups = tuple(groups)  # those of self-attention first
+        own = [group for group in self.groups if not group.mixer.cross]
+        assert self.groups[: len(own)] == tuple(own), "cross-attention's groups stand behind the others"
+        self.own = tuple(own)
         self.pools = tuple(BlockPool(group.blocks) for group in self.groups)
+        self._pools = self.pools[: len(own)]
         self.releases = 0  # grows when a row gives its blocks back: a reason to try an admission again
         self._seats: list[_Seat | None] = [None] * seats
         self._prefixes = Prefixes(hasher)
-        self._ring = tuple(group.blocks_per_row == 1 for group in self.groups)
-        self._sizes = tuple(group.block_size for group in self.groups)
-        self._windows = tuple(NEVER if g.mixer.window is None else g.mixer.window for g in self.groups)
+        self._ring = tuple(group.blocks_per_row == 1 for group in self.own)
+        self._sizes = tuple(group.block_size for group in self.own)
+        self._windows = tuple(NEVER if g.mixer.window is None else g.mixer.window for g in self.own)
         # A row of one block can share no full block and leave one token to compute: nothing to publish.
-        self.prefix = prefix and bool(self.groups) and not any(self._ring)
+        self.prefix = prefix and bool(self.own) and not any(self._ring)
         assert not self.prefix or len(set(self._sizes)) == 1, "prefix reuse needs one block size"
         self._hits = self._misses = self._hit_tokens = 0
-        self.capacity = min((self._longest(index) for index in range(len(self.groups))), default=sys.maxsize)
+        self.capacity = min((self._longest(index) for index in range(len(self.own))), default=sys.maxsize)
+        self._sources = Sources(self.groups[len(own) :], self.pools[len(own) :], self._prefixes, share=self.prefix)
 
     def _longest(self, index: int) -> int:
         """Tokens of the longest row that group ``index`` holds when it is alone."""
@@ -137,7 +146,7 @@ class Ledger:
         """
         if self._seats[row] is not None:
             return None
-        seat = _Seat(len(self.groups), self._prefixes.root(root) if self.prefix else None)
+        seat = _Seat(len(self.own), self._prefixes.root(root) if self.prefix else None)
         self._seats[row] = seat
         if seat.root is None:
             return 0
@@ -171,7 +180,8 @@ class Ledger:
         assert self._seats[child] is None and 0 <= length <= seat.length, (row, child, length, seat.length)
         if not self._window_held(seat, length):
             return False
-        twin = _Seat(len(self.groups), seat.root)
+        twin = _Seat(len(self.own), seat.root)
+        twin.source = None if seat.source is None else self._sources.share(seat.source)
         for index, (old, new) in enumerate(zip(seat.holds, twin.holds, strict=True)):
             if self._ring[index]:
                 new.blocks = list(old.blocks) if length else []
@@ -198,7 +208,7 @@ class Ledger:
         if length >= seat.length:
             return seat.length
         if length == 0 or not self._window_held(seat, length):
-            for hold, pool in zip(seat.holds, self.pools, strict=True):
+            for hold, pool in zip(seat.holds, self._pools, strict=True):
                 _release(pool, hold.blocks)
             seat.restart()
             self.releases += 1
@@ -226,8 +236,10 @@ class Ledger:
         seat = self._seat(row)
         if not publish:
             self._withdraw(seat.tip)
-        for hold, pool in zip(seat.holds, self.pools, strict=True):
+        for hold, pool in zip(seat.holds, self._pools, strict=True):
             _release(pool, hold.blocks)
+        if seat.source is not None:
+            self._sources.release(seat.source, publish=publish)
         self._seats[row] = None
         self.releases += 1
 
@@ -239,6 +251,41 @@ class Ledger:
         for seat in self._seats:
             if seat is not None:
                 seat.root = seat.tip = None
+                if seat.source is not None:
+                    seat.source.name = None
+
+    # ------------------------------------------------------------ sources
+
+    @property
+    def source_capacity(self) -> int:
+        """Tokens of the longest source; 0 for a model without cross-attention."""
+        return self._sources.capacity
+
+    def attach(self, row: int, tokens: Sequence[int], root: bytes) -> bool | None:
+        """Give a seated row its source.  True: it is encoded already; False: it is to be; None: there is no room."""
+        seat = self._seat(row)
+        assert seat.source is None, f"row {row} has a source"
+        seat.source = self._sources.attach(tokens, root)
+        return None if seat.source is None else seat.source.written
+
+    def share_source(self, row: int, child: int) -> None:
+        """Give ``child``, a seated row, the source of ``row``."""
+        source, seat = self._seat(row).source, self._seat(child)
+        assert source is not None and seat.source is None, (row, child)
+        seat.source = self._sources.share(source)
+
+    def place_sources(self, rows: Sequence[int]) -> PlacedSources:
+        """Where the encoder writes the sources of these rows, in their order."""
+        return self._sources.place([self._source(row) for row in rows], len(self.own))
+
+    def commit_source(self, row: int) -> None:
+        """The row's source is written, and what came out was finite."""
+        self._sources.commit(self._source(row))
+
+    def _source(self, row: int) -> Source:
+        source = self._seat(row).source
+        assert source is not None, f"row {row} has no source"
+        return source
 
     # ------------------------------------------------------------ a step
 
@@ -254,9 +301,10 @@ class Ledger:
         moves = self._grow(slow) if slow else self._no_moves()
         if moves is None:
             return None
-        slots: tuple[list[int], ...] = tuple([] for _ in self.groups)
+        slots: tuple[list[int], ...] = tuple([] for _ in self.own)
         tables: tuple[list[list[int]], ...] = tuple([] for _ in self.groups)
-        pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=True)]
+        pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=False)]
+        crossed = tables[len(self.own) :]
         for row, start, count in spans:
             seat = seats[row]
             assert seat is not None
@@ -266,6 +314,9 @@ class Ledger:
                     show(hold.blocks)
             else:
                 self._place(seat, start, start + count, slots, tables)
+            if crossed:
+                for table, blocks in zip(crossed, self._source(row).blocks, strict=True):
+                    table.append(blocks)
             if start + count > seat.reach:
                 seat.reach = start + count
         return Placed(moves, slots, tables)
@@ -289,12 +340,18 @@ class Ledger:
     def length(self, row: int) -> int:
         return self._seat(row).length
 
+    def holds(self, rows: int, length: int) -> bool:
+        """Do ``rows`` rows of ``length`` tokens have room, if nothing else is there and they share nothing?"""
+        return all(
+            rows * min(-(-length // group.block_size), group.blocks_per_row) <= group.usable for group in self.own
+        )
+
     def fits(self, row: int, length: int) -> bool:
         """Could this row grow to ``length`` tokens with what is free or evictable now?"""
         holds = self._seat(row).holds
         return all(
             min(-(-length // group.block_size), group.blocks_per_row) - len(hold.blocks) <= pool.available
-            for group, hold, pool in zip(self.groups, holds, self.pools, strict=True)
+            for group, hold, pool in zip(self.own, holds, self._pools, strict=True)
         )
 
     def stats(self) -> LedgerStats:
@@ -316,10 +373,15 @@ class Ledger:
             pool.check()
             refs = [0] * len(pool.refs)
             for number, seat in enumerate(self._seats):
-                if seat is not None:
+                if seat is None:
+                    continue
+                if index < len(self.own):
                     self._check_hold(index, number, seat)
-                    for block in seat.holds[index].blocks:
-                        refs[block] += 1
+                    blocks = seat.holds[index].blocks
+                else:
+                    blocks = [] if seat.source is None else seat.source.blocks[index - len(self.own)]
+                for block in blocks:
+                    refs[block] += 1
             assert refs == pool.refs, f"group {index}: rows count on other blocks than the pool says"
 
     def _check_hold(self, index: int, row: int, seat: _Seat) -> None:
@@ -370,7 +432,7 @@ class Ledger:
         size = self._sizes[0]
         stride = size * 8
         packed = array("q", tokens[: longest - longest % size]).tobytes() if longest > 0 else b""
-        full = [pool for pool, window in zip(self.pools, self._windows, strict=True) if window == NEVER]
+        full = [pool for pool, window in zip(self._pools, self._windows, strict=True) if window == NEVER]
         chain: list[Prefix] = []
         prefix: Prefix | None = root
         for at in range(0, len(packed), stride):
@@ -410,7 +472,7 @@ class Ledger:
             if tip is None:  # its digest is another history's: this row publishes no more
                 seat.tip, seat.tail = None, []
                 return
-            for hold, pool in zip(seat.holds, self.pools, strict=True):
+            for hold, pool in zip(seat.holds, self._pools, strict=True):
                 place = tip.depth - 1 - hold.first
                 if place >= 0:
                     pool.publish(hold.blocks[place], tip)
@@ -420,7 +482,7 @@ class Ledger:
 
     def _withdraw(self, prefix: Prefix | None) -> None:
         while prefix is not None:
-            for pool in self.pools:
+            for pool in self._pools:
                 block = pool.find(prefix)
                 if block is not None:
                     pool.withdraw(block)
@@ -439,13 +501,13 @@ class Ledger:
 
     def _grow(self, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> Moves | None:
         """Drop what windows have passed, then give every span the blocks that it writes; None: a pool is too full."""
-        if not all(self._enough(index, spans) for index in range(len(self.groups))):
+        if not all(self._enough(index, spans) for index in range(len(self.own))):
             return None
-        clears, copies = [], []
-        for index in range(len(self.groups)):
+        clears: list[tuple[int, ...]] = [()] * len(self.groups)
+        copies: list[tuple[tuple[int, int, int], ...]] = [()] * len(self.groups)
+        for index in range(len(self.own)):
             clear, copy = self._grow_group(index, spans)
-            clears.append(tuple(clear))
-            copies.append(tuple(copy))
+            clears[index], copies[index] = tuple(clear), tuple(copy)
         return Moves(tuple(clears), tuple(copies))
 
     def _passed(self, index: int, hold: _Hold, start: int) -> int:

@@ -5,6 +5,9 @@ One store of keys and one of values per layer, ``[blocks, K, block_size, D]``, a
 block wrote it: ``apply`` clears blocks that change hands (positions to -1, contents to zero), and nothing ever writes
 block 0 (empty, it pads tables).  So whether rows are contiguous, paged or ring-shaped, one mask rule serves.
 
+A cross-attention's group holds sources instead of rows: written once, by a step without decoder tokens, and read by
+every row that shares the source.
+
 Memory must never choose: which block, which row, what to drop are the ledger's integers.
 """
 
@@ -21,7 +24,7 @@ from kvad.errors import CacheError
 from kvad.ops.attend import Kernel, Reading
 from kvad.ops.lanes import Probe, lane_spans, observe
 from kvad.ops.rotary import Angles
-from kvad.step import Mark, Moves, Reach, Score, Step, View
+from kvad.step import Lane, Mark, Moves, Place, Reach, Score, Step, View
 
 __all__ = ["Memory"]
 
@@ -94,54 +97,106 @@ class Memory:
         """Mark the new tokens' slots and build one view per layer; masks and indices are made once per group."""
         angles = Angles(step.positions)
         views: list[View | None] = [None] * len(self.keys)
+        sources = iter(() if step.source is None else step.source.places)
+        nothing = Place(step.positions, ())  # of a step that is all source
         for number, group in enumerate(self.groups):
-            shared = _Shared(self, number, step, angles)
+            place = step.places[number] if step.lanes else nothing
+            if group.mixer.cross:
+                written = _Written(self, number, step.source, next(sources)) if step.source is not None else None
+                read = _Reads(self, number, step, place)
+                for layer in group.layers:
+                    views[layer] = _CrossView(written, read, layer, self.keys[layer], self.values[layer])
+                continue
+            shared = _Shared(self, number, step, place, angles)
             for layer in group.layers:
                 views[layer] = _MemoryView(shared, layer, self.keys[layer], self.values[layer])
         return [view for view in views if view is not None]
 
 
-class _Shared:
-    """What the layers of one group share in one step."""
+class _Written:
+    """Where a group's new tokens go; their positions are marked at once."""
 
-    def __init__(self, memory: Memory, number: int, step: Step, angles: Angles) -> None:
-        group, place = memory.groups[number], step.places[number]
-        positions = memory.positions[number]
-        self.angles, self.lanes, self.spans = angles, step.lanes, lane_spans(step.lanes)
+    def __init__(self, memory: Memory, number: int, step: Step, place: Place) -> None:
+        assert place.slots is not None, "this group's tokens have no slots"
+        self.blocks, self.offsets = split(place.slots, memory.groups[number].block_size)
+        memory.positions[number][self.blocks, self.offsets] = step.positions
+
+
+class _Reads:
+    """What a group's lanes read, and who sees what of it."""
+
+    def __init__(self, memory: Memory, number: int, step: Step, place: Place) -> None:
+        group = memory.groups[number]
+        self.lanes: Sequence[Lane] = step.lanes if place.lanes is None else place.lanes
+        self.spans = lane_spans(self.lanes)
         self.kernel, self.probe = memory.kernel, memory.probe
-        self.blocks, self.offsets = split(place.slots, group.block_size)
-        positions[self.blocks, self.offsets] = step.positions
         reach = Reach(group.mixer.causal, group.mixer.window)
         self.tables, self.readings = [], []
-        for lane, (low, high), blocks in zip(step.lanes, self.spans, place.tables, strict=True):
+        for lane, (low, high), blocks in zip(self.lanes, self.spans, place.tables, strict=True):
             table = Table(blocks, group.block_size, lane.read)
             queries = Mark(step.positions[low:high].view(lane.rows, lane.new))
             self.tables.append(table)
-            self.readings.append(Reading(queries, Mark(read_column(positions, table)), reach))
+            self.readings.append(Reading(queries, Mark(read_column(memory.positions[number], table)), reach))
+
+    def attend(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, score: Score) -> Tensor:
+        outs = []
+        for number, lane in enumerate(self.lanes):
+            low, high = self.spans[number]
+            queries = q[low:high].unflatten(0, (lane.rows, lane.new))
+            k, v = read(keys, self.tables[number]), read(values, self.tables[number])
+            outs.append(observe(layer, number, queries, k, v, self.readings[number], score, self.kernel, self.probe))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
+
+
+class _Shared:
+    """What the layers of one group share in one step."""
+
+    def __init__(self, memory: Memory, number: int, step: Step, place: Place, angles: Angles) -> None:
+        self.angles = angles
+        self.written = _Written(memory, number, step, place)
+        self.read = _Reads(memory, number, step, place)
 
 
 class _MemoryView:
     def __init__(self, shared: _Shared, layer: int, keys: Tensor, values: Tensor) -> None:
         self._shared, self._layer, self._keys, self._values = shared, layer, keys, values
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
-        shared = self._shared
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            raise CacheError(
-                "a Memory keeps no graph: no gradient can pass through its keys and values",
-                "train with kvad.model.fresh.Fresh, or run this under torch.no_grad()",
-            )
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+        assert k is not None and v is not None, "self-attention brings its own keys and values"
+        shared, written = self._shared, self._shared.written
+        _refuse_gradients(q, k, v)
         if score.rotary is not None:
             q, k = shared.angles.rotate(q, score.rotary), shared.angles.rotate(k, score.rotary)
-        write(self._keys, shared.blocks, shared.offsets, k)
-        write(self._values, shared.blocks, shared.offsets, v)
-        outs = []
-        for number, lane in enumerate(shared.lanes):
-            low, high = shared.spans[number]
-            queries = q[low:high].unflatten(0, (lane.rows, lane.new))
-            keys, values = read(self._keys, shared.tables[number]), read(self._values, shared.tables[number])
-            reading = shared.readings[number]
-            outs.append(
-                observe(self._layer, number, queries, keys, values, reading, score, shared.kernel, shared.probe)
-            )
-        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
+        write(self._keys, written.blocks, written.offsets, k)
+        write(self._values, written.blocks, written.offsets, v)
+        return shared.read.attend(self._layer, q, self._keys, self._values, score)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("self-attention reads no source")
+
+
+class _CrossView:
+    """``written`` None: this step brings no source."""
+
+    def __init__(self, written: _Written | None, reads: _Reads, layer: int, keys: Tensor, values: Tensor) -> None:
+        self._written, self._reads = written, reads
+        self._layer, self._keys, self._values = layer, keys, values
+
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+        assert k is None and v is None, "a source is written once, by write"
+        _refuse_gradients(q)
+        return self._reads.attend(self._layer, q, self._keys, self._values, score)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        assert self._written is not None, "this step brings no source"
+        _refuse_gradients(k, v)
+        write(self._keys, self._written.blocks, self._written.offsets, k)
+        write(self._values, self._written.blocks, self._written.offsets, v)
+
+
+def _refuse_gradients(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise CacheError(
+            "a Memory keeps no graph: no gradient can pass through its keys and values",
+            "train with kvad.model.fresh.Fresh, or run this under torch.no_grad()",
+        )

@@ -5,49 +5,30 @@ Two kinds of numbers, and they are kept apart:
 * **to the byte**: weights (``sum of state_dict nbytes``) and the pool (``Memory.payload_bytes/column_bytes``), because
   the same functions size the real ones.  A pool is payload and columns for the rows asked, in whole blocks, and the
   *reserved* blocks of each group beside them (``step.py``: empty and bin).
-* **an upper bound of a step's peak**: scratch and activations, for the largest step that the scheduler may plan,
-  ``T = min(budget, rows * chunk)`` new tokens with every row at its longest.  They come and go with each layer, so
-  they are seen in a process's peak, not in what it holds between two steps.  A test holds the bound against what
-  torch really makes.  Not counted: the interpreter and torch themselves (about 250 MiB), allocator slack, and prompt
-  scoring, which wants the logits of all T tokens instead of one per row.
+* **an upper bound of a step's peak**: scratch and activations of the largest step that the scheduler may plan, of the
+  decoder or of the encoder; ``cache/peak.py`` has the formulas.  Not counted: the interpreter and torch themselves
+  (about 250 MiB), allocator slack, and prompt scoring, which wants the logits of all T tokens instead of one per row.
 
-Letters as in ``step.py``; ``c`` is the bytes of a computed value, ``e`` of a cached one, F an MLP's hidden width.
-
-scratch of a group, for one layer at a time (``cache/layout.py``, ``ops/attend.py``):
-
-    gather   rows S K (D + Dv) e      keys and values of the blocks of all rows, side by side; a single contiguous
-                                      row is read where it lies: 0
-    widen    rows S K (D + Dv) c      where the cache's dtype is not the computed one
-             rows S K (D + Dv) 4      where half precision meets a kernel that computes in float32
-    mask     12 M                     M = min(T S, max(MASK_BUDGET, rows S)) pairs made at a time
-             T S + 8 rows S           kept for the group's other layers: booleans (small masks only), positions
-    scores   4 * 4 Q (8 in float64)   Q = min(H T S, max(SCORE_BUDGET, H rows S)): only with softcap, sink logits or
-                                      biases, or in float16; else the fused kernel makes no such matrix
-
-activations, the largest of three moments:
-
-    attention   c T (4 E + 4 (H D + K D) + 2 K Dv + 3 H Dv)   stream, norm; q, k while they turn, v; outputs
-    MLP         c T (5 E + 3 F)                               stream before and after attention, norm; gate, up, product
-    logits      c T E + rows V (c + 3 * 4)                    one per row, and the sampler's float32 copies
+An encoder has no pool: it keeps nothing between two steps.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvad.cache.available import available_bytes
+from kvad.cache.peak import peak
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
-from kvad.cache.weights import lookup_bytes, weight_bytes
-from kvad.config import Attention, Gated, Layer, ModelConfig, Rope, head_dim, mixers
+from kvad.cache.weights import lookup_bytes, weight_bytes, weight_shapes
+from kvad.config import Experts, ModelConfig, mixers
 from kvad.errors import ConfigError, MemoryPlanError, nearest
 from kvad.step import RESERVED_BLOCKS
 
 __all__ = ["BUDGET", "GroupPlan", "MemoryPlan", "available_bytes", "fits", "plan_memory", "require", "step_bytes"]
 
 BUDGET = 2048  # new tokens of a step, unless the engine is told otherwise
-MASK_BUDGET = 1 << 22  # ops/attend.py's, which imports torch; a test holds them equal
-SCORE_BUDGET = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -136,9 +117,7 @@ def plan_memory(
 
 def _plan(config: ModelConfig, cache: CacheConfig, weights_dtype: str, budget: int, weights: int) -> MemoryPlan:
     made = groups(mixers(config), cache)
-    tokens = min(budget, cache.rows * min(cache.chunk, cache.capacity))
-    scratch = sum(_kept(group, cache, tokens) for group in made)
-    scratch += max(_scratch(config, group, cache, weights_dtype, tokens) for group in made)
+    passing = peak(config, cache, made, weights_dtype, budget)
     return MemoryPlan(
         config,
         cache,
@@ -146,8 +125,8 @@ def _plan(config: ModelConfig, cache: CacheConfig, weights_dtype: str, budget: i
         budget,
         weights,
         tuple(GroupPlan(group, group_bytes(group, cache.dtype)) for group in made),
-        scratch,
-        _activations(config, cache.rows, tokens, DTYPE_BYTES[weights_dtype]),
+        passing.scratch,
+        passing.activations,
     )
 
 
@@ -158,8 +137,9 @@ def require(plan: MemoryPlan, available: int | None) -> None:
     """
     if available is None or plan.total <= available:
         return
+    sources = f" and sources of {plan.cache.source_capacity:,}" if plan.config.source is not None else ""
     message = (
-        f"{plan.cache.rows:,} rows of {plan.cache.capacity:,} tokens need {_shown(plan.total)} (weights "
+        f"{plan.cache.rows:,} rows of {plan.cache.capacity:,} tokens{sources} need {_shown(plan.total)} (weights "
         f"{_shown(plan.weights)}, cache {_shown(plan.pool)}, work {_shown(plan.scratch + plan.activations)}) "
         f"and {_shown(available)} is available"
     )
@@ -217,69 +197,35 @@ def _largest(high: int, holds: Callable[[int], bool]) -> int:
 
 
 def step_bytes(plan: MemoryPlan, rows: int, context: int) -> int:
-    """Bytes that a decode step of ``rows`` rows must read, each ``context`` tokens long: weights once, every row's own
-    keys, values and positions (of a window, what it still sees)."""
-    weights = plan.weights - lookup_bytes(plan.config, plan.weights_dtype)
+    """Bytes that a decode step of ``rows`` rows must read, each ``context`` tokens long: the decoder's weights once (of
+    experts, as many as the rows can choose), every row's own keys, values and positions: of a window, what it still
+    sees; of a source, all that the cache holds of one."""
+    weights = plan.weights - lookup_bytes(plan.config, plan.weights_dtype) - _idle_bytes(plan, rows)
     cached = 0
     for each in plan.groups:
-        window = each.group.mixer.window
-        seen = context if window is None else min(context, window)
+        mixer = each.group.mixer
+        length = plan.cache.source_capacity if mixer.cross else context
+        seen = length if mixer.window is None else min(length, mixer.window)
         cached += seen * (each.bytes.per_token_payload + each.bytes.per_token_columns)
     return weights + rows * cached
 
 
-# ---------------------------------------------------------------- what comes and goes; formulas in the docstring above
-
-
-def _kept(group: Group, cache: CacheConfig, tokens: int) -> int:
-    """Masks and positions that live as long as the step."""
-    slots = group.blocks_per_row * group.block_size
-    lanes = min(tokens, cache.rows)
-    return min(tokens * slots, lanes * MASK_BUDGET) + 8 * cache.rows * slots
-
-
-def _scratch(config: ModelConfig, group: Group, cache: CacheConfig, computed: str, tokens: int) -> int:
-    mixer, rows = group.mixer, cache.rows
-    slots = group.blocks_per_row * group.block_size
-    values = rows * slots * mixer.kv_heads * (mixer.head_dim + mixer.value_dim)
-    in_place = cache.layout == "contiguous" and rows == 1
-    scratch = 0 if in_place else values * DTYPE_BYTES[cache.dtype]
-    if cache.dtype != computed:
-        scratch += values * DTYPE_BYTES[computed]
-    scratch += 12 * min(tokens * slots, max(MASK_BUDGET, rows * slots))
-    layers = {config.decoder.kind_of(index): config.decoder.layer(index) for index in group.layers}
-    unfused = [layer.mixer for layer in layers.values() if _makes_scores(layer.mixer, computed)]
-    if unfused:
-        heads = max(mixer.heads for mixer in unfused)
-        width = max(4, DTYPE_BYTES[computed])
-        scratch += 4 * width * min(heads * tokens * slots, max(SCORE_BUDGET, heads * rows * slots))
-        scratch += values * 4 if DTYPE_BYTES[computed] == 2 else 0
-    return scratch
-
-
-def _makes_scores(mixer: Attention, computed: str) -> bool:
-    """Whether attention holds a matrix of scores: not in the fused kernel without biases."""
-    plain = mixer.position is None or isinstance(mixer.position, Rope)
-    return not plain or mixer.softcap is not None or mixer.sinks or computed == "float16"
-
-
-def _activations(config: ModelConfig, rows: int, tokens: int, size: int) -> int:
-    layers = config.decoder.kinds.values()
-    moments = [_attention(config, layer.mixer) for layer in layers] + [_mlp(config, layer) for layer in layers]
-    logits = tokens * config.width * size + rows * config.vocab * (size + 3 * 4)
-    return max(size * tokens * max(moments), logits)
-
-
-def _attention(config: ModelConfig, mixer: Attention) -> int:
-    dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
-    value_dim = mixer.value_dim or dim
-    turned = 4 * (mixer.heads + kv_heads) * dim
-    return 4 * config.width + turned + 2 * kv_heads * value_dim + 3 * mixer.heads * value_dim
-
-
-def _mlp(config: ModelConfig, layer: Layer) -> int:
-    held = 3 if isinstance(layer.mlp, Gated) else 2
-    return 5 * config.width + held * layer.mlp.hidden
+def _idle_bytes(plan: MemoryPlan, rows: int) -> int:
+    """Weights that a decode step leaves alone: the encoder's, what makes a source's keys and values, other experts."""
+    decoder = plan.config.decoder
+    if decoder is None:
+        return 0
+    numbers = 0
+    for name, shape in weight_shapes(plan.config).items():
+        pieces = name.split(".")
+        of_source = pieces[0] == "source" and pieces[1] in ("norm", "project")  # lookup_bytes has its tables
+        if of_source or pieces[0] == "encoder" or pieces[-3:-1] in (["cross", "k"], ["cross", "v"]):
+            numbers += math.prod(shape)
+        elif "mlp" in pieces and len(pieces) > 2 and pieces[2].isdecimal():
+            mlp = decoder.layer(int(pieces[2])).mlp
+            if isinstance(mlp, Experts) and "router" not in pieces:
+                numbers += math.prod(shape) // mlp.count * max(0, mlp.count - rows * mlp.active)
+    return numbers * DTYPE_BYTES[plan.weights_dtype]
 
 
 def _shown(num_bytes: int) -> str:

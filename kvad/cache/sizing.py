@@ -5,6 +5,7 @@ The one promise: what these functions say is what Memory allocates, to the byte.
 Layers with equal specs share a table: one :class:`Group`.  A row of length ``n`` holds in its group
 
 * full attention: every token, ``ceil(n / block_size)`` blocks;
+* cross-attention: a source's tokens, once, in a pool with room for one longest source per row;
 * a window ``W`` with spans of at most ``C`` new tokens: the first query of a span at position p still needs the keys
   from ``p - W + 1`` on while the last one is written at ``p + C - 1``: ``W + C - 1`` slots, plus a block because they
   rarely start at a block's edge.
@@ -51,19 +52,26 @@ class CacheConfig:
     chunk: int = 512  # the longest span of new tokens of one row in one step
     blocks: int | None = None  # paged: usable blocks of a full group; None = enough for rows x capacity
     prefix: bool = True  # reuse the blocks of equal prefixes (paged only: a contiguous row is one block)
+    source_capacity: int = 0  # tokens of the longest source of an encoder-decoder; no-op for other models
 
     def __post_init__(self) -> None:
         if self.layout not in ("paged", "contiguous"):
             raise ConfigError(f"cache.layout: {self.layout!r}", nearest(self.layout, ("paged", "contiguous")))
         if self.dtype not in DTYPE_BYTES:
             raise ConfigError(f"cache.dtype: {self.dtype!r}", nearest(self.dtype, DTYPE_BYTES))
-        for name in ("block_size", "rows", "capacity", "chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"cache.{name}: must be at least 1, found {getattr(self, name)}")
-        if self.blocks is not None and self.blocks < 1:
-            raise ConfigError(f"cache.blocks: must be at least 1, found {self.blocks}")
+        for name, least in (("block_size", 1), ("rows", 1), ("capacity", 1), ("chunk", 1), ("source_capacity", 0)):
+            _at_least(least, name, getattr(self, name))
+        if self.blocks is not None:
+            _at_least(1, "blocks", self.blocks)
         if self.blocks is not None and self.layout == "contiguous":
             raise ConfigError("cache.blocks: a contiguous cache has one block per row", "set cache.rows")
+
+
+def _at_least(least: int, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"cache.{name}: expected a whole number, found {value!r}")
+    if value < least:
+        raise ConfigError(f"cache.{name}: must be at least {least}, found {value}")
 
 
 class Group(NamedTuple):
@@ -107,7 +115,7 @@ def groups(mixers: Iterable[MixerSpec], config: CacheConfig) -> tuple[Group, ...
     """Cache groups in the order of their first layer.  ConfigError for layers that cannot be cached."""
     layers: dict[MixerSpec, list[int]] = {}
     for index, mixer in enumerate(mixers):
-        if not mixer.causal:
+        if not mixer.causal and not mixer.cross:
             raise ConfigError(
                 f"layer {index} is bidirectional: every new token changes the keys of the ones before it",
                 "a bidirectional model runs without a cache",
@@ -119,6 +127,8 @@ def groups(mixers: Iterable[MixerSpec], config: CacheConfig) -> tuple[Group, ...
 
 
 def _group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig) -> Group:
+    if mixer.cross:
+        return _cross_group(mixer, layers, config)
     slots = config.capacity
     if mixer.window is not None:
         slots = mixer.window + min(config.chunk, config.capacity) - 1
@@ -130,6 +140,16 @@ def _group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig) -> Gr
         return Group(mixer, layers, config.block_size, config.rows * per_row + RESERVED_BLOCKS, per_row)
     usable = config.rows * whole if config.blocks is None else config.blocks
     return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, whole)
+
+
+def _cross_group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig) -> Group:
+    """A source for every row: rows that share one leave blocks for later rows to find it in."""
+    if config.source_capacity < 1:
+        raise ConfigError("cache.source_capacity: this model attends to a source", "say how long a source may be")
+    if config.layout == "contiguous":
+        return Group(mixer, layers, config.source_capacity, config.rows + RESERVED_BLOCKS, 1)
+    per_row = _ceil(config.source_capacity, config.block_size)
+    return Group(mixer, layers, config.block_size, config.rows * per_row + RESERVED_BLOCKS, per_row)
 
 
 def group_bytes(group: Group, dtype: str) -> GroupBytes:

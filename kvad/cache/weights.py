@@ -10,7 +10,28 @@ import math
 from collections.abc import Iterator, Mapping
 
 from kvad.cache.sizing import DTYPE_BYTES
-from kvad.config import Attention, Gated, Layer, LearnedPositions, ModelConfig, Norm, Plain, T5Bias, head_dim
+from kvad.config import (
+    Attention,
+    Classes,
+    Embedding,
+    Experts,
+    Gated,
+    Head,
+    Layer,
+    LearnedPositions,
+    ModelConfig,
+    Norm,
+    OwnPositions,
+    Plain,
+    Pooled,
+    Stack,
+    T5Bias,
+    head_dim,
+    head_width,
+    source_width,
+    table_width,
+)
+from kvad.own import load_own
 
 __all__ = ["PARTS", "lookup_bytes", "num_parameters", "part_of", "parts", "weight_bytes", "weight_shapes"]
 
@@ -35,10 +56,12 @@ def weight_bytes(config: ModelConfig, dtype: str) -> int:
 
 def lookup_bytes(config: ModelConfig, dtype: str) -> int:
     """Weights of which a token reads one row only: the position table, and the embedding where no head shares it."""
-    rows = 0 if config.tie else config.vocab
-    if isinstance(config.position, LearnedPositions):
-        rows += config.position.size
-    return rows * config.width * DTYPE_BYTES[dtype]
+    read_whole = config.tie and isinstance(config.head, Head)
+    numbers = 0 if read_whole else config.vocab * table_width(config)
+    for name, shape in weight_shapes(config).items():
+        if name.endswith((".positions.weight", ".segments.weight")) or name == "source.tokens.weight":
+            numbers += math.prod(shape)
+    return numbers * DTYPE_BYTES[dtype]
 
 
 def part_of(name: str) -> str:
@@ -46,8 +69,8 @@ def part_of(name: str) -> str:
     pieces = name.split(".")
     if any(piece.startswith("norm") or piece.endswith("_norm") for piece in pieces):
         return "norms"
-    if pieces[0] in ("embed", "head"):
-        return "embedding" if pieces[0] == "embed" else "head"
+    if pieces[0] in ("embed", "source", "head"):
+        return "head" if pieces[0] == "head" else "embedding"
     return "mlp" if "mlp" in pieces else "attention"
 
 
@@ -60,55 +83,113 @@ def parts(shapes: Mapping[str, Shape]) -> dict[str, int]:
 
 
 def _model(config: ModelConfig) -> Named:
-    width, stack = config.width, config.decoder
-    yield "embed.tokens.weight", (config.vocab, width)
-    if isinstance(config.position, LearnedPositions):
-        yield "embed.positions.weight", (config.position.size, width)
-    if config.embedding_norm is not None:
-        yield from _norm("embed.norm", width, config.embedding_norm)
+    yield from _embedding("embed", config.width, config.vocab, config.embed)
+    if config.source is not None:
+        yield from _embedding("source", source_width(config), config.source.vocab, config.source.embed)
+    sides = (("encoder", config.encoder, source_width(config)), ("decoder", config.decoder, config.width))
+    for name, stack, width in sides:
+        if stack is not None:
+            yield from _stack(name, config, stack, width)
+    yield from _head(config)
+
+
+def _embedding(name: str, width: int, vocab: int | None, embed: Embedding) -> Named:
+    table = width if embed.width is None else embed.width
+    inner = width if embed.project == "start" else table
+    if vocab is not None:
+        yield f"{name}.tokens.weight", (vocab, table)
+    if isinstance(embed.position, LearnedPositions):
+        yield f"{name}.positions.weight", (embed.position.size, inner)
+    if embed.segments:
+        yield f"{name}.segments.weight", (embed.segments, inner)
+    if embed.norm is not None:
+        yield from _norm(f"{name}.norm", (inner,), embed.norm)
+    if embed.width is not None:
+        yield from _linear(f"{name}.project", table, width, embed.project == "end")
+
+
+def _stack(name: str, config: ModelConfig, stack: Stack, width: int) -> Named:
     for index in range(stack.layers):
-        yield from _layer(f"decoder.layers.{index}", config, stack.layer(index))
+        yield from _layer(f"{name}.layers.{index}", config, stack, stack.layer(index), width)
     if stack.final_norm:
-        yield from _norm("decoder.norm", width, stack.layer(stack.layers - 1).norm)
+        yield from _norm(f"{name}.norm", (width,), stack.layer(stack.layers - 1).norm)
     for letter, kind in stack.kinds.items():
         position = kind.mixer.position
         if isinstance(position, T5Bias) and position.shared:
-            yield f"decoder.relative.{letter}", (position.buckets, kind.mixer.heads)
-    if not config.tie:
-        yield "head.weight", (config.vocab, width)
-    if config.head.bias:
-        yield "head.bias", (config.vocab,)
+            yield f"{name}.relative.{letter}", (position.buckets, kind.mixer.heads)
+        if isinstance(position, OwnPositions):
+            made = load_own(position.name, "position.name")
+            shapes = getattr(made, "shapes", _none)(kind.mixer, head_dim(config, kind.mixer), **position.options)
+            yield from ((f"{name}.positions.{letter}.{own}", shape) for own, shape in shapes.items())
 
 
-def _layer(name: str, config: ModelConfig, layer: Layer) -> Named:
-    yield from _attention(f"{name}.mixer", config, layer.mixer, layer.norm)
-    yield from _mlp(f"{name}.mlp", config.width, layer.mlp)
-    place = config.decoder.norm_place
-    norms = ["norm1"] if place == "parallel" else ["norm1", "norm2"]
-    if place == "sandwich":
-        norms += ["norm1_after", "norm2_after"]
+def _head(config: ModelConfig) -> Named:
+    head, width = config.head, config.width
+    if head.transform is not None:
+        width = head_width(config)
+        yield from _linear("head.transform.dense", config.width, width, head.transform.bias)
+        if head.transform.norm is not None:
+            yield from _norm("head.transform.norm", (width,), head.transform.norm)
+    if isinstance(head, Pooled):
+        return
+    outputs = config.vocab if isinstance(head, Head) else len(head.labels)
+    if isinstance(head, Classes) or not config.tie:
+        yield "head.weight", (outputs, width)
+    if head.bias:
+        yield "head.bias", (outputs,)
+
+
+def _layer(name: str, config: ModelConfig, stack: Stack, layer: Layer, width: int) -> Named:
+    yield from _attention(f"{name}.mixer", config, layer.mixer, layer.norm, width, width)
+    if layer.cross is not None:
+        yield from _attention(f"{name}.cross", config, layer.cross, layer.norm, width, source_width(config))
+    yield from _mlp(f"{name}.mlp", width, layer.mlp)
+    norms = ["norm1"] if layer.first_norm else []
+    norms += ["norm_cross"] if layer.cross is not None else []
+    norms += [] if stack.norm_place == "parallel" else ["norm2"]
+    if stack.norm_place == "sandwich":
+        norms += [f"{norm}_after" for norm in norms]
     for norm in norms:
-        yield from _norm(f"{name}.{norm}", config.width, layer.norm)
+        yield from _norm(f"{name}.{norm}", (width,), layer.norm)
 
 
-def _attention(name: str, config: ModelConfig, mixer: Attention, norm: Norm) -> Named:
+def _attention(name: str, config: ModelConfig, mixer: Attention, norm: Norm, width: int, source: int) -> Named:
+    """``source``: the width of what keys and values are made of."""
     dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
     value_dim = mixer.value_dim or dim
-    yield from _linear(f"{name}.q", config.width, mixer.heads * dim, mixer.bias)
-    yield from _linear(f"{name}.k", config.width, kv_heads * dim, mixer.bias)
-    yield from _linear(f"{name}.v", config.width, kv_heads * value_dim, mixer.bias)
-    yield from _linear(f"{name}.out", mixer.heads * value_dim, config.width, mixer.out_bias)
+    yield from _linear(f"{name}.q", width, mixer.heads * dim, mixer.bias)
+    yield from _linear(f"{name}.k", source, kv_heads * dim, mixer.bias)
+    yield from _linear(f"{name}.v", source, kv_heads * value_dim, mixer.bias)
+    yield from _linear(f"{name}.out", mixer.heads * value_dim, width, mixer.out_bias)
     if mixer.qk_norm != "none":
-        full = mixer.qk_norm == "full"
-        yield from _norm(f"{name}.q_norm", dim * (mixer.heads if full else 1), norm)
-        yield from _norm(f"{name}.k_norm", dim * (kv_heads if full else 1), norm)
+        for part, heads in (("q_norm", mixer.heads), ("k_norm", kv_heads)):
+            shapes: dict[str, Shape] = {"head": (dim,), "each": (heads, dim), "full": (heads * dim,)}
+            yield from _norm(f"{name}.{part}", shapes[mixer.qk_norm], mixer.norm or norm)
     if mixer.sinks:
         yield f"{name}.sink_logits", (mixer.heads,)
     if isinstance(mixer.position, T5Bias) and not mixer.position.shared:
         yield f"{name}.relative", (mixer.position.buckets, mixer.heads)
+    if mixer.own is not None:
+        shapes = getattr(load_own(mixer.own, "mixer.own"), "shapes", _none)(config, mixer)
+        yield from ((f"{name}.{own}", shape) for own, shape in shapes.items())
 
 
-def _mlp(name: str, width: int, mlp: Plain | Gated) -> Named:
+def _none(*_: object, **__: object) -> dict[str, Shape]:
+    return {}
+
+
+def _mlp(name: str, width: int, mlp: Plain | Gated | Experts) -> Named:
+    if isinstance(mlp, Experts):
+        yield from _linear(f"{name}.router", width, mlp.count, mlp.router_bias)
+        for part, outputs, inputs in (
+            ("gate", mlp.hidden, width),
+            ("up", mlp.hidden, width),
+            ("down", width, mlp.hidden),
+        ):
+            yield f"{name}.{part}", (mlp.count, outputs, inputs)
+            if mlp.bias:
+                yield f"{name}.{part}_bias", (mlp.count, outputs)
+        return
     if isinstance(mlp, Gated):
         yield from _linear(f"{name}.gate", width, mlp.hidden, mlp.bias)
     yield from _linear(f"{name}.up", width, mlp.hidden, mlp.bias)
@@ -121,7 +202,8 @@ def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Named:
         yield f"{name}.bias", (outputs,)
 
 
-def _norm(name: str, width: int, norm: Norm) -> Named:
-    yield f"{name}.weight", (width,)
+def _norm(name: str, shape: Shape, norm: Norm) -> Named:
+    if norm.weight:
+        yield f"{name}.weight", shape
     if norm.bias:
-        yield f"{name}.bias", (width,)
+        yield f"{name}.bias", shape

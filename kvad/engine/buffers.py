@@ -33,16 +33,22 @@ MOST_BUCKETS = 256  # kept; beyond it they are made anew
 
 
 class Bucket(NamedTuple):
-    """``widths``: per cache group and lane, the blocks of its longest row."""
+    """``widths``: per cache group and lane, the blocks of its longest row; the groups of cross-attention, behind the
+    others, cut the tokens into the lanes ``cross``."""
 
     lanes: tuple[Lane, ...]
     wanted: int
     widths: tuple[tuple[int, ...], ...]
+    cross: tuple[Lane, ...] | None = None
 
     @staticmethod
     def of(plan: Plan) -> Bucket:
         widths = tuple(_widths(plan.lanes, tables) for tables in plan.placed.tables)
-        return Bucket(plan.lanes, sum(len(work.wanted) for work in plan.work), widths)
+        return Bucket(plan.lanes, sum(len(work.wanted) for work in plan.work), widths, plan.cross)
+
+    def rows(self, group: int, own: int) -> tuple[Lane, ...]:
+        """The lanes of one group, of which the first ``own`` are self-attention's."""
+        return self.lanes if group < own or self.cross is None else self.cross
 
 
 class _Static(NamedTuple):
@@ -55,6 +61,7 @@ class _Static(NamedTuple):
     limits: NDArray[np.int64] | None
     slots: list[NDArray[np.int64]]
     tables: list[list[NDArray[np.int64]]]
+    strides: list[list[int]]
     used: int
 
 
@@ -72,7 +79,7 @@ class StepBuffers:
 
     def fill(self, plan: Plan) -> Step:
         """The plan's integers, in its bucket's tensors."""
-        static = self._bucket(Bucket.of(plan))
+        static = self._bucket(Bucket.of(plan), len(plan.placed.slots))
         tokens: list[int] = []
         positions: list[int] = []
         limits: list[int] = []
@@ -89,23 +96,24 @@ class StepBuffers:
         static.wanted[:] = wanted
         if static.limits is not None:
             static.limits[:] = limits
+        for group, slots in enumerate(plan.placed.slots):
+            static.slots[group][:] = slots
         for group, rows in enumerate(plan.placed.tables):
-            static.slots[group][:] = plan.placed.slots[group]
-            _write_tables(static.tables[group], rows)
+            _write_tables(static.tables[group], static.strides[group], rows)
         if self._there is not self._here:  # the host waits for every step's logits: nothing reads this copy any more
             self._there[: static.used].copy_(self._here[: static.used], non_blocking=True)
         return static.step
 
-    def _bucket(self, bucket: Bucket) -> _Static:
+    def _bucket(self, bucket: Bucket, own: int) -> _Static:
         static = self._buckets.get(bucket)
         if static is None:
-            sizes = _sizes(bucket, self._with_limits)
+            sizes = _sizes(bucket, own, self._with_limits)
             need = sum(map(_aligned, map(math.prod, sizes)))
             if need > len(self._here):
                 self._allocate(1 << (need - 1).bit_length())
             if len(self._buckets) >= MOST_BUCKETS:
                 self._buckets.clear()
-            static = self._buckets[bucket] = self._views(bucket, sizes)
+            static = self._buckets[bucket] = self._views(bucket, own, sizes)
         return static
 
     def _allocate(self, integers: int) -> None:
@@ -113,7 +121,7 @@ class StepBuffers:
         self._here = torch.zeros(integers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._there = self._here if self.device.type == "cpu" else torch.zeros_like(self._here, device=self.device)
 
-    def _views(self, bucket: Bucket, sizes: Sequence[tuple[int, ...]]) -> _Static:
+    def _views(self, bucket: Bucket, own: int, sizes: Sequence[tuple[int, ...]]) -> _Static:
         here, there, at = [], [], 0
         for shape in sizes:
             size = math.prod(shape)
@@ -123,25 +131,33 @@ class StepBuffers:
         hosts, tensors = iter(here), iter(there)
         tokens, positions, wanted = next(tensors), next(tensors), next(tensors)
         limits = next(tensors) if self._with_limits else None
-        places = tuple(Place(next(tensors), tuple(next(tensors) for _ in row)) for row in bucket.widths)
-        step = Step(tokens, positions, bucket.lanes, wanted, limits=limits, places=places)
+        places = []
+        for group, widths in enumerate(bucket.widths):
+            slots = next(tensors) if group < own else None
+            tables = tuple(next(tensors) for _ in widths)
+            places.append(Place(slots, tables, None if group < own else bucket.cross))
+        step = Step(tokens, positions, bucket.lanes, wanted, limits=limits, places=tuple(places))
         first = next(hosts), next(hosts), next(hosts), next(hosts) if self._with_limits else None
-        slots, tables = [], []
-        for row in bucket.widths:
-            slots.append(next(hosts))
-            tables.append([next(hosts) for _ in row])
-        return _Static(step, *first, slots, tables, at)
+        written, filled, strides = [], [], []
+        for group, widths in enumerate(bucket.widths):
+            if group < own:
+                written.append(next(hosts))
+            filled.append([next(hosts) for _ in widths])
+            folded = zip(bucket.lanes, bucket.rows(group, own), strict=True)
+            strides.append([lane.rows // rows.rows for lane, rows in folded])
+        return _Static(step, *first, written, filled, strides, at)
 
 
-def _sizes(bucket: Bucket, with_limits: bool) -> list[tuple[int, ...]]:
-    """Shapes of tokens, positions, wanted, [limits], and per group its slots and its lanes' tables."""
+def _sizes(bucket: Bucket, own: int, with_limits: bool) -> list[tuple[int, ...]]:
+    """Shapes of tokens, positions, wanted, [limits], and per group its slots (of its own tokens), its lanes' tables."""
     tokens = sum(lane.rows * lane.new for lane in bucket.lanes)
     sizes: list[tuple[int, ...]] = [(tokens,), (tokens,), (bucket.wanted,)]
     if with_limits:
         sizes.append((tokens,))
-    for widths in bucket.widths:
-        sizes.append((tokens,))
-        sizes.extend((lane.rows, width) for lane, width in zip(bucket.lanes, widths, strict=True))
+    for group, widths in enumerate(bucket.widths):
+        if group < own:
+            sizes.append((tokens,))
+        sizes.extend((lane.rows, width) for lane, width in zip(bucket.rows(group, own), widths, strict=True))
     return sizes
 
 
@@ -157,11 +173,13 @@ def _widths(lanes: Sequence[Lane], tables: Sequence[Sequence[int]]) -> tuple[int
     return tuple(widths)
 
 
-def _write_tables(lanes: Sequence[NDArray[np.int64]], rows: Sequence[Sequence[int]]) -> None:
-    """Each row's blocks, padded with the empty block to its lane's longest row."""
+def _write_tables(lanes: Sequence[NDArray[np.int64]], strides: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+    """Each row's blocks, padded with the empty block to its lane's longest row; of ``stride`` rows that share a source,
+    the first one's."""
     start = 0
-    for table in lanes:
-        for blocks, line in zip(rows[start : start + len(table)], table, strict=True):
+    for table, stride in zip(lanes, strides, strict=True):
+        stop = start + len(table) * stride
+        for blocks, line in zip(rows[start:stop:stride], table, strict=True):
             line[: len(blocks)] = blocks
             line[len(blocks) :] = EMPTY_BLOCK
-        start += len(table)
+        start = stop

@@ -34,12 +34,14 @@ class Timings:
 
 @dataclass(frozen=True)
 class Sample:
-    """One continuation.  ``tokens`` holds every generated token, the stop token too; ``text`` never shows it."""
+    """One continuation.  ``tokens`` holds every generated token, the stop token too; ``text`` never shows it.
+    ``total``: of a beam search, its sum of log-probabilities over the length penalty."""
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenScore, ...]
     finish_reason: FinishReason
+    total: float | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ from kvad.cache.memory import Memory
 from kvad.cache.sizing import CacheConfig, groups
 from kvad.config import mixers
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
+from kvad.engine.row import Encoding
 from kvad.engine.runner import Runner
-from kvad.engine.sampler import FAULT, Job, sample, score_tokens
+from kvad.engine.sampler import FAULT, Chosen, Job, sample, score_tokens
 from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
 from kvad.errors import KvadError, RequestError
 from kvad.model.transformer import Transformer
@@ -33,6 +34,8 @@ from kvad.text.stop import StopStrings
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Piece", "StepTimes"]
+
+_ENCODER_CAN = "it can embed, tag, classify or fill masks, as its head says"
 
 
 class Piece(NamedTuple):
@@ -46,6 +49,8 @@ class Piece(NamedTuple):
     prompt: tuple[TokenScore, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
+    output: Tensor | None = None
+    total: float | None = None
 
 
 @dataclass
@@ -62,6 +67,7 @@ class Engine:
     """One model, one cache, many requests.  Not safe for several threads: :class:`kvad.llm.LLM` holds the lock.
 
     ``budget``: at most so many new tokens per step; ``cache.chunk``: at most so many of them for one row.
+    ``stop_tokens``: what ends a text; the tokenizer's separator and end where none are given.
     """
 
     def __init__(
@@ -73,9 +79,10 @@ class Engine:
         budget: int = 2048,
         kernel: Kernel = "auto",
         probe: Probe | None = None,
+        stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
-        self.device = model.embed.tokens.weight.device
+        self.device = model.table.device
         placed = groups(mixers(model.config), cache)
         self.memory = Memory(placed, dtype=getattr(torch, cache.dtype), device=self.device, kernel=kernel, probe=probe)
         self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows)
@@ -84,25 +91,43 @@ class Engine:
         self.runner = Runner(model, self.memory)
         model.pack()
         self.times = StepTimes()
-        self._limit, self._next = limit, 0
+        self._limit, self._next, self._ends = limit, 0, stop_tokens
         self._texts: dict[tuple[int, int], _Text] = {}
         self._undelivered: list[Piece] = []
 
-    def submit(self, tokens: Sequence[int], sampling: Sampling, *, salt: str = "") -> int:
+    def submit(
+        self, tokens: Sequence[int], sampling: Sampling, *, salt: str = "", source: Sequence[int] | None = None
+    ) -> int:
         """Queue a prompt and return the request's number.  RequestError names what cannot be served.
 
-        ``salt`` separates prefix reuse: requests share blocks only with requests of the same salt.
+        ``source``: what an encoder-decoder translates; ``tokens`` then begin the target.  ``salt`` separates prefix
+        reuse: requests share blocks only with requests of the same salt.
         """
-        self._check_ids(tokens, sampling)
+        self._check_kind(source)
+        self._check_ids(tokens, sampling, source)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model came without one", "use stop_tokens")
         request, texts = self._next, []
         if self.tokenizer is not None:
             texts = [_Text(self.tokenizer, sampling) for _ in range(sampling.n)]
-        root, stops = self._root(tokens, sampling, salt), self._stops(sampling)
-        self.scheduler.add(request, tokens, sampling, root, stop_tokens=stops)
+        root, stops = self._root(tokens, sampling, salt, source), self._stops(sampling)
+        self.scheduler.add(request, tokens, sampling, root, stop_tokens=stops, source=source)
         self._next += 1
         self._texts.update({(request, number): text for number, text in enumerate(texts)})
+        return request
+
+    def submit_source(self, tokens: Sequence[int], want: Literal["head", "mean", "first"] = "head") -> int:
+        """Queue a text for the encoder alone: its one piece carries what the head answers (``Piece.output``).
+
+        A tensor on the host: [T, labels] or [T, V] of a head that answers for tokens, [labels] or [E] of one that pools
+        the row, [T, E] of an encoder-decoder; [E] where ``want`` is a way of pooling the hidden states.
+        """
+        if self.model.encoder is None:
+            raise RequestError("this model has no encoder", "it continues prompts")
+        self._check_source(tokens)
+        request = self._next
+        self.scheduler.add(request, (), Sampling(max_tokens=0), source=tokens, want=want)
+        self._next += 1
         return request
 
     def step(self) -> list[Piece]:
@@ -119,12 +144,17 @@ class Engine:
             return self._pieces(self.scheduler.drain())
         inside = time.perf_counter()
         try:
-            logits = self.runner.run(plan)
-            self.times.model += time.perf_counter() - inside
-            results = _results(plan, logits)
+            if plan.encoding is not None:
+                results = self._encode(plan.encoding)
+                self.times.model += time.perf_counter() - inside
+            else:
+                logits = self.runner.run(plan)
+                self.times.model += time.perf_counter() - inside
+                results = _results(plan, logits)
         except BaseException as error:  # Ctrl-C too: the rows of this step end, the engine goes on
             fault = Result(fault=f"the step failed: {type(error).__name__}: {error}")
-            self._undelivered = self._pieces(self.scheduler.settle(plan, [fault] * len(plan.work)))
+            rows = len(plan.work) if plan.encoding is None else len(plan.encoding.rows)
+            self._undelivered = self._pieces(self.scheduler.settle(plan, [fault] * rows))
             raise
         events = self.scheduler.settle(plan, results)
         self.times.steps += 1
@@ -153,15 +183,54 @@ class Engine:
         """Free the pool.  The engine serves nothing afterwards."""
         self.memory.release()
 
-    def _check_ids(self, tokens: Sequence[int], sampling: Sampling) -> None:
+    def _encode(self, encoding: Encoding) -> list[Result]:
+        """Run the encoder; its answers where they are wanted."""
+        hidden, step = self.runner.encode(encoding)
+        lengths = [lane.new for lane in step.lanes for _ in range(lane.rows)]
+        rows = list(hidden.split(lengths))
+        outputs: Sequence[Tensor | None] = [None] * len(rows)
+        if encoding.placed is None:
+            wants = [row.group.want for row in encoding.rows]
+            outputs = [answer.cpu() for answer in self.runner.answers(hidden, step, lengths, wants)]
+        results = []
+        for row, output in zip(rows, outputs, strict=True):
+            finite = bool(row.isfinite().all()) and (output is None or bool(output.isfinite().all()))
+            results.append(Result(output=output) if finite else Result(fault=FAULT))
+        return results
+
+    def _check_kind(self, source: Sequence[int] | None) -> None:
+        kind = self.model.config.kind
+        if kind == "encoder":
+            raise RequestError("this model is an encoder: it cannot continue a text", _ENCODER_CAN)
+        if kind == "decoder" and source is not None:
+            raise RequestError("this model has no encoder to read a source", "give a prompt")
+        if kind == "encoder-decoder":
+            if source is None:
+                raise RequestError("this model answers a source", "give the text to translate as the source")
+            self._check_source(source)
+
+    def _check_source(self, tokens: Sequence[int]) -> None:
+        config = self.model.config
+        limit = config.limit if config.source is None else config.source.limit
+        vocab = config.vocab if config.source is None or config.source.vocab is None else config.source.vocab
+        if len(tokens) > limit:
+            raise RequestError(f"the source has {len(tokens)} tokens, the encoder's limit is {limit}", "shorten it")
+        for token in tokens:
+            if not 0 <= token < vocab:
+                raise RequestError(f"source: token id {token} is outside the vocabulary of {vocab}")
+
+    def _check_ids(self, tokens: Sequence[int], sampling: Sampling, source: Sequence[int] | None) -> None:
         vocab = self.model.config.vocab
         if not tokens:
-            raise RequestError("the prompt is empty", "give at least one token")
+            what = "prompt" if source is None else "start of the target"
+            raise RequestError(f"the {what} is empty", "give at least one token")
         for where, ids in (
             ("prompt", tokens),
             ("logit_bias", sampling.logit_bias),
             ("stop_tokens", sampling.stop_tokens),
             ("bad_words", [token for word in sampling.bad_words for token in word]),
+            ("forced_first", [] if sampling.forced_first is None else [sampling.forced_first]),
+            ("forced_last", [] if sampling.forced_last is None else [sampling.forced_last]),
         ):
             for token in ids:
                 if not 0 <= token < vocab:
@@ -169,16 +238,20 @@ class Engine:
 
     def _stops(self, sampling: Sampling) -> frozenset[int]:
         ends: set[int] = set(sampling.stop_tokens)
-        if self.tokenizer is not None and not sampling.ignore_eos:
+        if not sampling.ignore_eos:
+            ends |= self._ends
+        if self.tokenizer is not None and not sampling.ignore_eos and not self._ends:
             specials = self.tokenizer.specials
-            ends |= {token for token in (specials.separator, specials.eos) if token is not None}
+            opens = specials.separator if specials.separator != specials.bos or specials.eos is None else None
+            ends |= {token for token in (opens, specials.eos) if token is not None}
         return frozenset(ends)
 
-    def _root(self, tokens: Sequence[int], sampling: Sampling, salt: str) -> bytes:
+    def _root(self, tokens: Sequence[int], sampling: Sampling, salt: str, source: Sequence[int] | None = None) -> bytes:
         """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
         wanted = len(tokens) + (self._limit if sampling.max_tokens is None else sampling.max_tokens)
         regime = self.runner.regime(min(self._limit, wanted))
-        return hashlib.blake2b(f"{salt}\0{self.cache.dtype}\0{regime}".encode(), digest_size=16).digest()
+        name = f"{salt}\0{self.cache.dtype}\0{regime}\0{'' if source is None else list(source)}"
+        return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
     def _pieces(self, events: Sequence[Event]) -> list[Piece]:
         return [self._piece(event) for event in events]
@@ -194,7 +267,8 @@ class Engine:
                 finish, error = "error", str(failure)
             if finish is not None:
                 del self._texts[event.request, event.sample]
-        return Piece(event.request, event.sample, emitted, event.token, event.score, event.prompt, finish, error)
+        numbers = event.token, event.score, event.prompt
+        return Piece(event.request, event.sample, emitted, *numbers, finish, error, event.output, event.total)
 
     def _text_of(self, text: _Text, event: Event) -> tuple[str, FinishReason | None]:
         """What this event adds to its sample's text, and how the sample ends if it does."""
@@ -246,11 +320,23 @@ def _results(plan: Plan, logits: Tensor) -> list[Result]:
     results = [_scored(work, logits, share) for work, share in zip(plan.work, shares, strict=True)]
     if sampled:
         jobs = [_job(plan.work[number]) for number, _ in sampled]
-        for (number, _), chosen in zip(sampled, sample(logits[[at for _, at in sampled]], jobs), strict=True):
+        for (number, _), chosen in zip(sampled, _chosen(logits[[at for _, at in sampled]], jobs), strict=True):
             before = results[number]
             fault = before.fault or chosen.fault
-            results[number] = Result(chosen.token, chosen.score, before.prompt, fault)
+            results[number] = Result(chosen.token, chosen.score, before.prompt, fault, candidates=chosen.candidates)
     return results
+
+
+def _chosen(logits: Tensor, jobs: Sequence[Job]) -> list[Chosen]:
+    """Sample [N, V]; a caller's own function (``Sampling.allowed``) that raises ends its row and no other."""
+    try:
+        return sample(logits, jobs)
+    except Exception as error:
+        if all(job.sampling.allowed is None for job in jobs):
+            raise
+        if len(jobs) == 1:
+            return [Chosen(0, None, f"sampling failed: {type(error).__name__}: {error}")]
+        return [chosen for row, job in zip(logits.split(1), jobs, strict=True) for chosen in _chosen(row, [job])]
 
 
 def _scored(work: Work, logits: Tensor, share: tuple[int, int]) -> Result:
@@ -265,4 +351,4 @@ def _scored(work: Work, logits: Tensor, share: tuple[int, int]) -> Result:
 
 def _job(work: Work) -> Job:
     row = work.row
-    return Job(row.sampling, row.tokens, row.prompt_len, row.sample, row.stop_tokens)
+    return Job(row.sampling, row.tokens, row.prompt_len, row.sample, row.stop_tokens, row.limit)

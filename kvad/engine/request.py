@@ -8,7 +8,7 @@ a neighbour could change.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
@@ -33,6 +33,10 @@ class Sampling:
     ``ignore_eos`` goes on past the tokenizer's end tokens.  ``logprobs``: the number of alternatives reported beside
     the chosen token (0 = only the chosen one's, None = none); reported before temperature and filters.
     ``prompt_logprobs``: likewise for every prompt token but the first.
+    ``no_repeat_ngram``: no sequence of so many tokens comes twice.  ``forced_first`` and ``forced_last``: the first
+    generated token, and the one at the limit.  ``allowed``: given all tokens so far, the ids that may come next.
+
+    ``beams`` > 1 searches instead of sampling (``beams.py``): the ``n`` best of its hypotheses come when all is done.
     """
 
     max_tokens: int | None = None  # None: up to the model's limit
@@ -54,6 +58,15 @@ class Sampling:
     n: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    no_repeat_ngram: int = 0
+    forced_first: int | None = None
+    forced_last: int | None = None
+    allowed: Callable[[Sequence[int]], Sequence[int]] | None = None
+    beams: int = 1
+    length_penalty: float = 1.0
+    length_form: Literal["length", "gnmt"] = "length"
+    early_stopping: bool | Literal["never"] = False
+    patience: float = 1.0
 
     def __post_init__(self) -> None:
         _check(self)
@@ -80,6 +93,9 @@ def _check(s: Sampling) -> None:
     _integer("seed", s.seed, 0, 2**64 - 1)
     _integer("logprobs", s.logprobs, 0, MAX_LOGPROBS, optional=True)
     _integer("prompt_logprobs", s.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
+    _integer("no_repeat_ngram", s.no_repeat_ngram, 0, None)
+    _integer("forced_first", s.forced_first, 0, None, optional=True)
+    _integer("forced_last", s.forced_last, 0, None, optional=True)
     _number("temperature", s.temperature, 0, 100)
     _number("top_p", s.top_p, 0, 1, above=True)
     _number("min_p", s.min_p, 0, 1)
@@ -98,10 +114,34 @@ def _check(s: Sampling) -> None:
         _number(f"logit_bias[{token}]", bias, -1000, 1000)
     if s.max_tokens is not None and s.min_tokens > s.max_tokens:
         raise RequestError(f"min_tokens {s.min_tokens} exceeds max_tokens {s.max_tokens}")
+    _check_beams(s)
     if any(not text for text in s.stop):
         raise RequestError("stop: an empty string would stop at once")
     if any(not word for word in s.bad_words):
         raise RequestError("bad_words: an empty sequence")
+
+
+def _check_beams(s: Sampling) -> None:
+    _integer("beams", s.beams, 1, MAX_SAMPLES)
+    _number("length_penalty", s.length_penalty, -100, 100)
+    _number("patience", s.patience, 0, 100, above=True)
+    if s.length_form not in ("length", "gnmt"):
+        raise RequestError(f"length_form: {s.length_form!r}", nearest(str(s.length_form), ("length", "gnmt")))
+    if s.early_stopping not in (True, False, "never"):
+        raise RequestError(f"early_stopping: {s.early_stopping!r} is not true, false or 'never'")
+    if s.allowed is not None and not callable(s.allowed):
+        raise RequestError(f"allowed: expected a function of the tokens so far, found {s.allowed!r}")
+    if s.beams == 1:
+        return
+    if s.n > s.beams:
+        raise RequestError(f"n {s.n} exceeds beams {s.beams}")
+    plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": (), "logprobs": None}
+    plain |= {"prompt_logprobs": None}
+    for name, value in plain.items():
+        if getattr(s, name) != value:
+            raise RequestError(f"{name} and beams={s.beams} cannot go together", "beam search does not sample")
+    if s.temperature not in (0, 1):
+        raise RequestError(f"temperature {s.temperature} and beams={s.beams} cannot go together", "leave it out")
 
 
 def _sequence(name: str, values: object, kind: type | tuple[type, ...], what: str) -> None:
@@ -144,16 +184,23 @@ class Result(NamedTuple):
     ``token`` None: this span ends before its row's last token, so there was nothing to sample.
     ``prompt``: scores of the prompt tokens that follow this span's wanted positions.
     ``fault``: why this row's numbers cannot be trusted; its tokens and blocks must not be used.
+    ``candidates``: a beam's best continuations (token, log-probability), best first.
+    ``output``: what an encoder answers for a row that asks for that (numbers; the scheduler hands it on).
     """
 
     token: int | None = None
     score: TokenScore | None = None
     prompt: tuple[TokenScore, ...] = ()
     fault: str | None = None
+    output: Any = None
+    candidates: tuple[tuple[int, float], ...] = ()
 
 
 class Event(NamedTuple):
-    """One thing that happened to one sample of a request: a token, prompt scores, or its end."""
+    """One thing that happened to one sample of a request: a token, prompt scores, an encoder's answer, or its end.
+
+    ``total``: the score of a beam search's hypothesis, with its end.
+    """
 
     request: int
     sample: int
@@ -162,3 +209,5 @@ class Event(NamedTuple):
     prompt: tuple[TokenScore, ...] = ()
     finish: FinishReason | None = None
     error: str | None = None
+    output: Any = None
+    total: float | None = None

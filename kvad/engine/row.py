@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvad.cache.ledger import Placed
+from kvad.cache.sources import PlacedSources
+from kvad.engine.beams import BeamGroup
 from kvad.engine.request import Sampling, TokenScore
 from kvad.step import Lane
 
-__all__ = ["DONE", "RUNNING", "WAITING", "Plan", "Request", "Row", "Usage", "Work"]
+__all__ = ["DONE", "IDLE", "RUNNING", "WAITING", "Encoding", "Plan", "Request", "Row", "Usage", "Work"]
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
+IDLE = "idle"  # a beam without a history: it gets one when another beam has two children
 
 
 class Usage:
@@ -32,13 +35,18 @@ class Usage:
 
 
 class Row:
-    """One sample of one request.  ``tokens``: prompt and generated; ``computed``: how many are in the cache."""
+    """One sample of one request.  ``tokens``: prompt and generated; ``computed``: how many are in the cache.
+
+    ``encoded``: its source can be read (there is none, or it is written).  ``pending``: a beam's candidates, until all
+    beams of the request have theirs."""
 
     __slots__ = (
         "computed",
+        "encoded",
         "group",
         "limit",
         "order",
+        "pending",
         "prompt_len",
         "request",
         "sample",
@@ -63,6 +71,8 @@ class Row:
         self.prompt_len = len(tokens)
         self.limit = limit  # tokens, prompt included, that this row may reach
         self.computed = 0
+        self.encoded = group.source is None
+        self.pending: tuple[tuple[int, float], ...] | None = None
         self.seat = -1
         self.state = WAITING
         self.scored = 0  # prompt positions whose successor has been scored
@@ -79,11 +89,25 @@ class Row:
 
 
 class Request:
-    __slots__ = ("arrival", "id", "root", "rows", "sampling", "stop_tokens", "usage")
+    """``source``: what the encoder reads, where there is one; ``beams``: the search over it, where it is one."""
+
+    __slots__ = ("arrival", "beams", "id", "live", "root", "rows", "sampling", "source", "stop_tokens", "usage", "want")
 
     def __init__(
-        self, number: int, arrival: int, sampling: Sampling, root: bytes, stop_tokens: frozenset[int], usage: Usage
+        self,
+        number: int,
+        arrival: int,
+        sampling: Sampling,
+        root: bytes,
+        stop_tokens: frozenset[int],
+        usage: Usage,
+        source: tuple[int, ...] | None = None,
+        want: str = "head",
     ) -> None:
+        self.want = want  # of an encoder's answer: what the head says, or hidden states pooled: "mean", "first"
+        self.source = source
+        self.beams: BeamGroup | None = None
+        self.live: list[Row] = []  # the beams, best first
         self.id = number
         self.arrival = arrival
         self.sampling = sampling
@@ -108,9 +132,21 @@ class Work(NamedTuple):
     samples: bool
 
 
+class Encoding(NamedTuple):
+    """A step of the encoder: the sources of ``rows``, whole, in flat order; ``placed`` None: nothing is kept."""
+
+    rows: tuple[Row, ...]
+    lanes: tuple[Lane, ...]
+    placed: PlacedSources | None
+
+
 class Plan(NamedTuple):
-    """``work`` in flat order (that of the lanes), placed."""
+    """``work`` in flat order (that of the lanes), placed; or, with no work, an encoder's step.
+
+    ``cross``: how cross-attention cuts the same tokens: rows that share a source as one row (``step.Place``)."""
 
     work: tuple[Work, ...]
     lanes: tuple[Lane, ...]
     placed: Placed
+    encoding: Encoding | None = None
+    cross: tuple[Lane, ...] | None = None

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvad.engine.beams import num_candidates
 from kvad.engine.philox import uniform
 from kvad.engine.request import Sampling, TokenScore
 
@@ -21,23 +22,28 @@ __all__ = ["Chosen", "Job", "sample", "score_tokens"]
 
 
 class Job(NamedTuple):
-    """One row to sample: ``tokens`` is its prompt and output so far, the first ``prompt`` of them the prompt."""
+    """One row to sample: ``tokens`` is its prompt and output so far, the first ``prompt`` of them the prompt, and
+    ``limit`` how many they may become."""
 
     sampling: Sampling
     tokens: Sequence[int]
     prompt: int
     sample: int
     stop_tokens: frozenset[int]
+    limit: int = 1 << 62
 
 
 class Chosen(NamedTuple):
+    """``candidates``: of a beam, in place of the token; it may have none that is allowed, while others go on."""
+
     token: int
     score: TokenScore | None
     fault: str | None
+    candidates: tuple[tuple[int, float], ...] = ()
 
 
 FAULT = "numerical error: the model's logits are NaN or infinite"
-NOTHING_LEFT = "every token is banned by logit_bias, bad_words or min_tokens"
+NOTHING_LEFT = "every token is banned by allowed, bad_words, logit_bias, min_tokens or no_repeat_ngram"
 
 
 def sample(logits: Tensor, jobs: Sequence[Job]) -> list[Chosen]:
@@ -47,6 +53,10 @@ def sample(logits: Tensor, jobs: Sequence[Job]) -> list[Chosen]:
     if not all(healthy):
         raw = torch.where(torch.isfinite(raw), raw, torch.zeros_like(raw))
     scores = raw
+    searched = [i for i, job in enumerate(jobs) if job.sampling.beams > 1]
+    if searched:  # beams add up log-probabilities, and what the fold bans or penalises of them (as transformers does)
+        scores = raw.clone()
+        scores[searched] = raw[searched].log_softmax(dim=-1)
     for step in FOLD:
         scores = step(scores, jobs)
     tokens = scores.argmax(dim=-1)
@@ -56,10 +66,21 @@ def sample(logits: Tensor, jobs: Sequence[Job]) -> list[Chosen]:
     chosen = tokens.tolist()
     left = (scores.amax(dim=-1) > -math.inf).tolist()
     reports = _reports(raw, jobs, chosen)
+    found = _candidates(scores, jobs, searched)
     return [
-        Chosen(token, report, (None if some else NOTHING_LEFT) if fine else FAULT)
-        for token, report, fine, some in zip(chosen, reports, healthy, left, strict=True)
+        Chosen(token, report, (None if some or i in found else NOTHING_LEFT) if fine else FAULT, found.get(i, ()))
+        for i, (token, report, fine, some) in enumerate(zip(chosen, reports, healthy, left, strict=True))
     ]
+
+
+def _candidates(scores: Tensor, jobs: Sequence[Job], rows: Sequence[int]) -> dict[int, tuple[tuple[int, float], ...]]:
+    """The best continuations of beams, as many as their search looks at."""
+    found = {}
+    for i in rows:
+        count = min(num_candidates(jobs[i].sampling, len(jobs[i].stop_tokens)), scores.shape[-1])
+        values, tokens = scores[i].topk(count)
+        found[i] = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return found
 
 
 def score_tokens(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenScore] | None:
@@ -118,7 +139,43 @@ def _banned(job: Job) -> set[int]:
         prefix = word[:-1]
         if not prefix or tuple(tokens[-len(prefix) :]) == tuple(prefix):
             found.add(word[-1])
+    if s.no_repeat_ngram:
+        found |= _repeated(tokens, s.no_repeat_ngram)
     return found
+
+
+def _repeated(tokens: Sequence[int], n: int) -> set[int]:
+    """The tokens that followed earlier occurrences of the last n - 1 (Paulus et al. 2018, sec. 2.5)."""
+    if len(tokens) + 1 < n:
+        return set()
+    last = tuple(tokens[len(tokens) - n + 1 :])
+    return {tokens[at + n - 1] for at in range(len(tokens) - n + 1) if tuple(tokens[at : at + n - 1]) == last}
+
+
+def force(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
+    """Only what ``allowed`` allows; the first token, or the last, where it is forced."""
+    rows = [i for i, job in enumerate(jobs) if _forces(job.sampling)]
+    if not rows:
+        return scores
+    scores = scores.clone()
+    for i in rows:
+        s, tokens = jobs[i].sampling, jobs[i].tokens
+        if s.allowed is not None:
+            ids = [token for token in s.allowed(tuple(tokens)) if 0 <= token < scores.shape[-1]]
+            kept = scores[i, ids]
+            scores[i] = -math.inf
+            scores[i, ids] = kept
+        forced = s.forced_first if len(tokens) == jobs[i].prompt else None
+        if s.forced_last is not None and len(tokens) + 1 == jobs[i].limit:
+            forced = s.forced_last
+        if forced is not None:
+            scores[i] = -math.inf
+            scores[i, forced] = 0.0
+    return scores
+
+
+def _forces(s: Sampling) -> bool:
+    return s.allowed is not None or s.forced_first is not None or s.forced_last is not None
 
 
 def add_bias(scores: Tensor, jobs: Sequence[Job]) -> Tensor:
@@ -220,6 +277,7 @@ FOLD: tuple[Callable[[Tensor, Sequence[Job]], Tensor], ...] = (
     ban,
     add_bias,
     penalise,
+    force,
     temper,
     keep_top_k,
     keep_top_p,

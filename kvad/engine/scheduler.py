@@ -1,11 +1,17 @@
 """Which rows run in the next step, and with how many tokens.  Integers only: no torch, no clock but the one given.
 
+A source (of an encoder-decoder's row, or an encoder's own) is read whole, in a step of its own, before anything else of
+its row; sources that wait are encoded together.
+
 ``plan`` gives every decoding row its token, then continues the prompts that are being read (in chunks), then admits
 who waits, first come, first served, all under ``budget`` tokens and ``rows`` seats; a plan is already placed by the
 ledger.  ``settle`` takes what came out and says what happened.  One plan may be in flight.
 
 Invariants: the oldest row always advances, so everything ends; a row's tokens do not depend on its neighbours; a row
 is in exactly one of *waiting* (no seat, no blocks), *running* (a seat) and *done*.
+
+A beam search's beams are rows that go on together: each waits until all have their candidates, then some are forked
+(blocks shared, copied when written) and some given up.  They are preempted together.
 
 When a pool is full the youngest running row is preempted: it gives its blocks back (published ones may survive until
 it returns), waits at its old place in the queue and computes its tokens again.
@@ -20,14 +26,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvad.cache.ledger import Ledger, Placed
+from kvad.engine.beams import BeamGroup
+from kvad.engine.lanes import Item, Lanes, fold_lanes
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
-from kvad.engine.row import DONE, RUNNING, WAITING, Plan, Request, Row, Usage, Work
+from kvad.engine.row import DONE, IDLE, RUNNING, WAITING, Encoding, Plan, Request, Row, Usage, Work
 from kvad.errors import ConfigError, RequestError
-from kvad.step import Lane
+from kvad.step import Lane, Moves
 
 __all__ = ["Plan", "Row", "Scheduler", "SchedulerStats", "Usage", "Work"]
 
-SHORT_READ = 64  # slots; rows that read less are not told apart: one more lane would cost more than the reading
 KEPT_USAGES = 4096  # of ended requests, the latest
 
 
@@ -38,9 +45,6 @@ class SchedulerStats:
     preemptions: int
     steps: int
     tokens: int  # computed, recomputed ones included
-
-
-_Item = tuple[int, Row, int]  # sort key, row, number of new tokens
 
 
 class Scheduler:
@@ -75,9 +79,7 @@ class Scheduler:
         self._pending: list[Event] = []
         self._arrivals = self._preemptions = self._steps = self._tokens = 0
         self._blocked = -1  # ledger.releases when an admission last failed: no sense in trying before it grows
-        many = [group for group in ledger.groups if group.blocks_per_row > 1]
-        self._unit = max([SHORT_READ, *(group.block_size for group in many)])
-        self._reads = max((g.blocks_per_row * g.block_size for g in ledger.groups), default=1)  # of a row at most
+        self._lanes = Lanes(ledger.groups)
 
     # ------------------------------------------------------------ requests
 
@@ -89,24 +91,51 @@ class Scheduler:
         root: bytes = b"",
         *,
         stop_tokens: frozenset[int] = frozenset(),
+        source: Sequence[int] | None = None,
+        want: str = "head",
     ) -> Usage:
         """Queue a request; ``stop_tokens`` join those of ``sampling``.  The Usage is kept up to date until it ends.
+
+        ``source``: what an encoder reads, known to it; ``prompt`` then begins the target, or is empty: the encoder's
+        answer itself is wanted (``want``: the head's, or its states pooled by "mean" or "first"), as the one event.
 
         RequestError: no prompt; a prompt beyond the model's limit; more tokens than the whole pool could hold.
         ``max_tokens=None`` goes up to the model's limit or to what the pool holds, whichever is less.
         """
         assert request_id not in self._requests, f"request {request_id} is running already"
-        limit = self._row_limit(prompt, sampling)
-        usage = Usage(len(prompt), self._clock())
+        answered = source is not None and not prompt
+        self._check_source(source, answered)
+        limit = 0 if answered else self._row_limit(prompt, sampling)
+        usage = Usage(len(prompt) if source is None else len(source), self._clock())
         stops = stop_tokens | frozenset(sampling.stop_tokens)
-        request = Request(request_id, self._arrivals, sampling, root, stops, usage)
+        read = None if source is None else tuple(source)
+        request = Request(request_id, self._arrivals, sampling, root, stops, usage, read, want)
         self._arrivals += 1
+        if sampling.beams > 1 and not answered:
+            self._check_beams(sampling, limit)
+            if limit > len(prompt):  # else there is nothing to search
+                request.beams = BeamGroup(sampling, len(prompt), limit, stops)
         self._requests[request_id] = request
-        for sample in range(sampling.n):
+        for sample in range(sampling.n if request.beams is None else sampling.beams):
             row = Row(request, sample, list(prompt), limit)
             request.rows.append(row)
-            self._waiting.append(row)
+            if request.beams is not None and sample:
+                row.state = IDLE
+            else:
+                self._waiting.append(row)
+        request.live = request.rows[:1]
         return usage
+
+    def _check_beams(self, sampling: Sampling, limit: int) -> None:
+        if sampling.beams > self._num_seats:
+            raise RequestError(
+                f"{sampling.beams} beams need as many rows, there are {self._num_seats}", "ask for fewer"
+            )
+        if not self.ledger.holds(sampling.beams, limit):
+            raise RequestError(
+                f"the cache has no room for {sampling.beams} beams of {limit} tokens",
+                "ask for fewer beams or tokens, or give the cache more blocks",
+            )
 
     def _row_limit(self, prompt: Sequence[int], sampling: Sampling) -> int:
         length, holds = len(prompt), self.ledger.capacity
@@ -129,15 +158,31 @@ class Scheduler:
             )
         return limit
 
+    def _check_source(self, source: Sequence[int] | None, answered: bool) -> None:
+        """The caller knows the encoder's own limit; here it is what the cache holds."""
+        if source is None:
+            return
+        if not source:
+            raise RequestError("the source is empty: an encoder reads at least one token")
+        holds = self.ledger.source_capacity
+        if not answered and len(source) > holds:
+            raise RequestError(
+                f"the source has {len(source)} tokens, the cache holds {holds} of one", "shorten it, nothing is cut"
+            )
+
     def cancel(self, request_id: int) -> list[Event]:
         """End every sample of a request, also while a plan is in flight.  Nothing happens if it has ended."""
         request = self._requests.get(request_id)
+        if request is not None and request.beams is not None:
+            return self._end_beams(request, "cancelled")
         rows = [row for row in request.rows if row.state != DONE] if request is not None else []
         return [self._end(row, "cancelled") for row in rows]
 
     def finish(self, request_id: int, sample: int, reason: FinishReason = "stop") -> list[Event]:
         """End one sample (a stop string was found).  Nothing happens if it has ended."""
         request = self._requests.get(request_id)
+        if request is not None and request.beams is not None:
+            return self._end_beams(request, reason)
         rows = [row for row in request.rows if row.sample == sample and row.state != DONE] if request else []
         return [self._end(row, reason) for row in rows]
 
@@ -169,25 +214,34 @@ class Scheduler:
         assert self._flying is None, "a plan is in flight: settle it first"
         admitting = True
         while True:
+            if admitting and self._waiting:
+                self._admit_sources()
+            encoding = self._encode()
+            if encoding is not None:
+                return encoding
             items, left = self._continue()
             fresh = self._admit(left) if admitting and left > 0 and self._waiting else []
             placed = self._reserve(items, fresh)
             if placed is not None:
                 return self._depart(*placed)
             if self._running:
-                admitting = len(self._running) == 1  # alone, without shared blocks, it will fit: try again at once
                 self._preempt(self._running[-1])
+                # Alone, without shared blocks, it will fit: try again at once.  So do beams that waited for others.
+                admitting = not items or not self._running
             elif not self._waiting:
                 return None
 
-    def _continue(self) -> tuple[list[_Item], int]:
+    def _continue(self) -> tuple[list[Item], int]:
         """The running rows' next tokens: decoding rows first, then prompts, oldest first; and the budget left."""
-        items: list[_Item] = []
+        items: list[Item] = []
         reading: list[Row] = []
         left = self._budget
         for row in self._running:
+            assert row.encoded, "sources come first"
+            if row.pending is not None:
+                continue  # a beam that waits for the others
             if row.computed + 1 == len(row.tokens):
-                items.append((self._key(row, 1), row, 1))
+                items.append((self._lanes.key(row, 1), row, 1))
                 left -= 1
             else:
                 reading.append(row)
@@ -195,27 +249,19 @@ class Scheduler:
             if left <= 0:
                 break
             new = min(len(row.tokens) - row.computed, self._chunk, left)
-            items.append((self._key(row, new), row, new))
+            items.append((self._lanes.key(row, new), row, new))
             left -= new
         return items, left
 
-    def _key(self, row: Row, new: int) -> int:
-        """Sorts by (new tokens, read bucket, seat); the bucket is a power of two of units."""
-        end = row.computed + new
-        if end > row.width:
-            units = -(-min(end, self._reads) // self._unit)
-            row.width = self._unit << (units - 1).bit_length()
-        return ((new << 40 | row.width) << 16) + row.seat
-
-    def _admit(self, left: int) -> list[_Item]:
+    def _admit(self, left: int) -> list[Item]:
         """Seat waiting rows while there are seats, tokens and blocks; they are not running yet."""
-        fresh: list[_Item] = []
-        if self._running and self._blocked == self.ledger.releases:
+        fresh: list[Item] = []
+        if self._running and self._blocked == self.ledger.releases and self._waiting[0].group.beams is None:
             return fresh
         place = 0
         while place < len(self._waiting) and self._seats and left > 0:
             row = self._waiting[place]
-            if not self._ready(row):
+            if row.group.source is not None or not self._ready(row):
                 place += 1
                 continue
             if not self._enter(row, alone=not self._running and not fresh):
@@ -223,29 +269,100 @@ class Scheduler:
                 break
             del self._waiting[place]
             new = min(len(row.tokens) - row.computed, self._chunk, left)
-            fresh.append((self._key(row, new), row, new))
+            fresh.append((self._lanes.key(row, new), row, new))
             left -= new
         return fresh
+
+    def _admit_sources(self) -> None:
+        """Seat waiting rows that have a source, oldest first; those whose source is not known wait to be encoded."""
+        if self._running and self._blocked == self.ledger.releases and self._waiting[0].group.beams is None:
+            return
+        place, now = 0, self._clock()
+        while place < len(self._waiting) and self._seats:
+            row = self._waiting[place]
+            if row.group.source is None or not self._ready(row):
+                place += 1
+                continue
+            if not self._enter(row, alone=not self._running):
+                self._blocked = self.ledger.releases
+                return
+            del self._waiting[place]
+            self._seat_down(row, now)
+
+    def _encode(self) -> Plan | None:
+        """A step of the encoder, for as many unread sources as the budget allows, at least one; None: none waits."""
+        unread = [row for row in self._running if not row.encoded]
+        if not unread:
+            return None
+        unread = [row for row in unread if bool(row.tokens) == bool(unread[0].tokens)]  # what is kept, or answered
+        chosen: list[tuple[int, int, Row]] = []
+        left = self._budget
+        for row in unread:
+            length = len(row.group.source or ())
+            if chosen and length > left:
+                break
+            chosen.append((length, row.seat, row))
+            left -= length
+        chosen.sort(key=lambda each: each[:2])
+        rows = tuple(row for _, _, row in chosen)
+        lengths = [length for length, _, _ in chosen]
+        lanes = tuple(Lane(lengths.count(n), n, n) for n in sorted(set(lengths)))
+        kept = [row.seat for row in rows if row.tokens]
+        assert len(kept) in (0, len(rows)), "an encoder answers, or is read by a decoder"
+        placed = self.ledger.place_sources(kept) if kept else None
+        self._steps += 1
+        self._tokens += sum(lengths)
+        nothing = Placed(Moves((), ()), (), ())
+        self._flying = Plan((), (), nothing, Encoding(rows, lanes, placed))
+        return self._flying
 
     def _ready(self, row: Row) -> bool:
         """Samples 1 .. n-1 wait until sample 0 has computed the prompt that they share."""
         first = row.group.rows[0]
-        return row is first or first.state == DONE or (first.state == RUNNING and first.computed >= row.prompt_len)
+        if row is first or first.state in (DONE, IDLE):
+            return True
+        return first.state == RUNNING and first.computed >= row.prompt_len
 
     def _enter(self, row: Row, alone: bool) -> bool:
         """Give a row a seat and what the cache knows of it; False, and no change, if its tokens have no room now."""
+        idle = self._idle_beams(row)
+        if len(self._seats) <= len(idle):
+            return False
         seat = row.seat = self._seats[0]
         length = self._share(row, seat)
         if length is None:
             most = row.scored if row.wants_prompt and row.scored < row.prompt_len - 1 else None
             length = self.ledger.admit(seat, row.tokens, row.group.root, most)
             assert length is not None, f"seat {seat} is taken"
+            if row.group.source is not None and not self._attach(row, seat, row.group.source):
+                self._leave(row, seated=False)
+                return False
         row.computed = length
         if not alone and not self.ledger.fits(seat, len(row.tokens)):
             self._leave(row, seated=False)
             return False
         heapq.heappop(self._seats)
+        for beam in idle:
+            beam.seat = heapq.heappop(self._seats)
         return True
+
+    def _idle_beams(self, row: Row) -> list[Row]:
+        """Beams that take a seat with this row, the first of its search to be seated: they will be forked into it."""
+        rows = row.group.rows if row.group.beams is not None else []
+        return [beam for beam in rows if beam.state == IDLE and beam.seat < 0]
+
+    def _attach(self, row: Row, seat: int, source: tuple[int, ...]) -> bool:
+        """Hold the row's source: a sibling's, a known one, or room for it; False: there is no room now."""
+        if not row.tokens:
+            return True  # nothing is kept
+        for sibling in row.group.rows:
+            if sibling is not row and sibling.state == RUNNING and sibling.encoded:
+                self.ledger.share_source(sibling.seat, seat)
+                row.encoded = True
+                return True
+        known = self.ledger.attach(seat, source, row.group.root)
+        row.encoded = known is True
+        return known is not None
 
     def _share(self, row: Row, seat: int) -> int | None:
         """Fork a new sample from a sibling that has the prompt: all of it but the last token, which gives logits."""
@@ -254,7 +371,10 @@ class Scheduler:
             return None
         for sibling in row.group.rows:
             if sibling.state == RUNNING and sibling.computed >= row.prompt_len:
-                return length if self.ledger.fork(sibling.seat, seat, length) else None
+                if not self.ledger.fork(sibling.seat, seat, length):
+                    return None
+                row.encoded = True
+                return length
         return None
 
     def _leave(self, row: Row, *, seated: bool = True, publish: bool = True) -> None:
@@ -262,12 +382,13 @@ class Scheduler:
         if seated:
             heapq.heappush(self._seats, row.seat)
         row.seat, row.computed, row.width = -1, 0, 0
+        row.encoded = row.group.source is None
 
-    def _reserve(self, items: list[_Item], fresh: list[_Item]) -> tuple[list[_Item], Placed] | None:
+    def _reserve(self, items: list[Item], fresh: list[Item]) -> tuple[list[Item], Placed] | None:
         """Place all of ``items``, and as many of ``fresh`` as there is room for: the others wait on."""
         while items or fresh:
             every = items + fresh
-            every.sort()
+            every.sort(key=_by_request if self.ledger.source_capacity else None)
             placed = self.ledger.reserve([(row.seat, row.computed, new) for _, row, new in every])
             if placed is not None:
                 return every, placed
@@ -275,6 +396,8 @@ class Scheduler:
                 return None
             row = fresh.pop()[1]
             self._leave(row)
+            if all(beam.seat < 0 for beam in row.group.rows if beam.state != IDLE):
+                self._unseat_idle(row.group)
             self._blocked = self.ledger.releases
             if not items and not fresh and not self._running:
                 self._end(row, "length", f"the cache has no room for {len(row.tokens)} tokens of one row", tell=True)
@@ -283,15 +406,24 @@ class Scheduler:
         return None
 
     def _preempt(self, row: Row) -> None:
-        self._running.remove(row)
-        self._leave(row)
-        row.state = WAITING
+        rows = [row] if row.group.beams is None else [beam for beam in row.group.rows if beam.state == RUNNING]
+        for each in rows:
+            self._running.remove(each)
+            self._leave(each)
+            each.state, each.pending = WAITING, None
+            insort(self._waiting, each, key=_order)
+        self._unseat_idle(row.group)
         row.group.usage.preemptions += 1
         self._preemptions += 1
-        insort(self._waiting, row, key=_order)
         self._blocked = self.ledger.releases
 
-    def _depart(self, items: list[_Item], placed: Placed) -> Plan:
+    def _unseat_idle(self, request: Request) -> None:
+        for beam in request.rows:
+            if beam.state == IDLE and beam.seat >= 0:
+                heapq.heappush(self._seats, beam.seat)
+                beam.seat = -1
+
+    def _depart(self, items: list[Item], placed: Placed) -> Plan:
         work = []
         now: float | None = None
         for _, row, new in items:
@@ -301,7 +433,9 @@ class Scheduler:
             work.append(self._work(row, new))
             self._tokens += new
         self._steps += 1
-        self._flying = Plan(tuple(work), self._lanes(items, placed), placed)
+        lanes = self._lanes.cut(items, placed)
+        cross = fold_lanes(items, lanes) if self.ledger.source_capacity else None
+        self._flying = Plan(tuple(work), lanes, placed, cross=cross)
         return self._flying
 
     def _seat_down(self, row: Row, now: float) -> None:
@@ -322,31 +456,13 @@ class Scheduler:
             first = min(first, max(row.scored - start, 0))
         return Work(row, start, new, range(max(first, 0), stop), samples)
 
-    def _lanes(self, items: list[_Item], placed: Placed) -> tuple[Lane, ...]:
-        lanes, begin = [], 0
-        for stop in range(1, len(items) + 1):
-            if stop == len(items) or items[stop][0] >> 16 != items[begin][0] >> 16:
-                lanes.append(Lane(stop - begin, items[begin][2], self._read(items, placed, begin, stop)))
-                begin = stop
-        return tuple(lanes)
-
-    def _read(self, items: list[_Item], placed: Placed, begin: int, stop: int) -> int:
-        """Slots that the lane's widest row reads in the group where it reads most."""
-        read = 0
-        for group, tables in zip(self.ledger.groups, placed.tables, strict=True):
-            if group.blocks_per_row > 1:
-                slots = max(map(len, tables[begin:stop])) * group.block_size
-            else:  # a row's only block: no further than it is written
-                longest = max(row.computed + new for _, row, new in items[begin:stop])
-                slots = min(group.block_size, -(-longest // SHORT_READ) * SHORT_READ)
-            read = max(read, slots)
-        return read
-
     # ------------------------------------------------------------ what came out
 
     def settle(self, plan: Plan, results: Sequence[Result]) -> list[Event]:
         """One Result per work, in its order.  Results of samples that ended meanwhile are dropped."""
         assert plan is self._flying, "this plan is not in flight"
+        if plan.encoding is not None:
+            return self._settle_encoding(plan.encoding, results)
         assert len(results) == len(plan.work), f"{len(results)} results for {len(plan.work)} spans"
         self._flying = None
         events = self.drain()
@@ -355,17 +471,36 @@ class Scheduler:
             if row.state == DONE:
                 continue
             if result.fault is not None:
-                events.append(self._end(row, "error", result.fault))
+                events.extend(self._fault(row, result.fault))
                 continue
             row.computed = end = start + count
             tokens = row.tokens
             commit(row.seat, tokens[start:end], start + wanted.stop)
             if row.wants_prompt:
                 self._score(row, end, result)
-            if samples:
+            if samples and row.group.beams is not None:
+                row.pending = result.candidates
+                events.extend(self._advance(row.group, row.group.beams))
+            elif samples:
                 events.append(self._sampled(row, result))
             elif end >= row.limit:  # nothing was to be generated
                 events.append(self._end(row, "length")._replace(prompt=_told(row)))
+        return events
+
+    def _settle_encoding(self, encoding: Encoding, results: Sequence[Result]) -> list[Event]:
+        assert len(results) == len(encoding.rows), f"{len(results)} results for {len(encoding.rows)} sources"
+        self._flying = None
+        events = self.drain()
+        for row, result in zip(encoding.rows, results, strict=True):
+            if row.state == DONE:
+                continue
+            if result.fault is not None:
+                events.extend(self._fault(row, result.fault))
+            elif not row.tokens:
+                events.append(self._end(row, "stop")._replace(output=result.output))
+            else:
+                row.encoded = True
+                self.ledger.commit_source(row.seat)
         return events
 
     def drain(self) -> list[Event]:
@@ -397,6 +532,73 @@ class Scheduler:
             return self._end(row, "length")._replace(token=token, score=result.score, prompt=prompt)
         return Event(row.request, row.sample, token, result.score, prompt)
 
+    def _fault(self, row: Row, fault: str) -> list[Event]:
+        if row.group.beams is not None:
+            return self._end_beams(row.group, "error", fault)
+        return [self._end(row, "error", fault)]
+
+    # ------------------------------------------------------------ beams
+
+    def _advance(self, request: Request, beams: BeamGroup) -> list[Event]:
+        """Once every beam has its candidates: fork those with several children, give up those with none."""
+        if any(row.pending is None for row in request.live):
+            return []
+        live, sequences = request.live, [row.tokens for row in request.live]
+        if request.usage.first_token is None:
+            request.usage.first_token = self._clock()
+        children = beams.advance(sequences, [row.pending or () for row in live])
+        if not children:
+            return self._end_beams(request)
+        first: dict[int, int] = {}  # parent -> its first child, which goes on in its seat
+        for rank, child in enumerate(children):
+            first.setdefault(child.parent, rank)
+        for number, row in enumerate(live):
+            row.pending = None
+            if number not in first:
+                self._running.remove(row)
+                self.ledger.release(row.seat)
+                row.state = IDLE
+        spare = [row for row in request.rows if row.state == IDLE]
+        request.live = [
+            live[child.parent] if first[child.parent] == rank else self._fork(live[child.parent], spare.pop(0))
+            for rank, child in enumerate(children)
+        ]
+        for row, child in zip(request.live, children, strict=True):
+            row.tokens.append(child.token)
+        return []
+
+    def _fork(self, row: Row, twin: Row) -> Row:
+        forked = self.ledger.fork(row.seat, twin.seat, row.computed)
+        assert forked, "the end of a row can be forked"
+        twin.tokens, twin.computed, twin.width = list(row.tokens), row.computed, row.width
+        twin.encoded, twin.state = True, RUNNING
+        insort(self._running, twin, key=_order)
+        return twin
+
+    def _end_beams(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> list[Event]:
+        """End a search: its best hypotheses, token by token, or (``reason``) nothing of it."""
+        assert request.beams is not None
+        best = request.beams.best([row.tokens for row in request.live]) if reason is None else []
+        if reason is None and len(best) < request.sampling.n:
+            best, reason, error = [], "error", "no continuation of the beams is allowed"
+        for row in request.rows:
+            if row.state == IDLE:
+                if row.seat >= 0:
+                    heapq.heappush(self._seats, row.seat)
+                row.state = DONE
+        for row in [row for row in request.rows if row.state != DONE]:
+            self._end(row, reason or "stop", error)
+        events: list[Event] = []
+        request.usage.completion = sum(len(each.tokens) for each in best)
+        for number, each in enumerate(best):
+            events.extend(Event(request.id, number, token) for token in each.tokens[:-1])
+            last = each.tokens[-1] if each.tokens else None
+            events.append(Event(request.id, number, last, finish=each.finish, total=each.score))
+        if not best:
+            ends = range(request.sampling.n)
+            events = [Event(request.id, number, finish=reason or "error", error=error) for number in ends]
+        return events
+
     def _end(self, row: Row, reason: FinishReason, error: str | None = None, *, tell: bool = False) -> Event:
         if row.state == RUNNING:
             self._running.remove(row)
@@ -419,22 +621,30 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every row is in one place, seats add up, and the ledger's own law."""
-        assert len(self._running) + len(self._seats) == self._num_seats, "seats leak"
-        seats = sorted([row.seat for row in self._running] + self._seats)
+        beams = [row for request in self._requests.values() for row in request.rows if row.state == IDLE]
+        idle = [row.seat for row in beams if row.seat >= 0]
+        assert len(self._running) + len(idle) + len(self._seats) == self._num_seats, "seats leak"
+        seats = sorted([row.seat for row in self._running] + idle + self._seats)
         assert seats == list(range(self._num_seats)), "a seat is taken twice"
         for rows, state in ((self._running, RUNNING), (self._waiting, WAITING)):
             assert all(row.state == state for row in rows), f"a row in the {state} list is not {state}"
             assert [_order(row) for row in rows] == sorted({_order(row) for row in rows}), f"{state}: out of order"
-        alive = [row for request in self._requests.values() for row in request.rows if row.state != DONE]
+        alive = [row for request in self._requests.values() for row in request.rows if row.state not in (DONE, IDLE)]
         assert len(alive) == len(self._running) + len(self._waiting), "a row is lost"
         for row in self._running:
             assert row.computed == self.ledger.length(row.seat), "the row and the ledger disagree on its length"
-            assert row.computed < len(row.tokens) <= row.limit, "a row with nothing to compute is running"
+            answered = (row.group.source is not None and not row.tokens) or row.pending is not None
+            assert answered or row.computed < len(row.tokens) <= row.limit, "a row with nothing to compute is running"
         self.ledger.check()
 
 
 def _order(row: Row) -> tuple[int, int]:
     return row.order
+
+
+def _by_request(item: Item) -> tuple[int, tuple[int, int]]:
+    """Lane by lane as without it, but there the rows of a request side by side: they share a source (see _folded)."""
+    return item[0] >> 16, item[1].order
 
 
 def _scores_end(row: Row, end: int) -> int:

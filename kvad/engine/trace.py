@@ -84,7 +84,7 @@ def trace(
 ) -> Trace:
     """Run ``tokens`` once and keep what ``layers`` and ``heads`` (None: all) did."""
     recorder = _Recorder(layers)
-    blocks = model.decoder.layers
+    blocks = model.stack.layers
     hooks = [blocks[layer].register_forward_hook(recorder.hook(layer)) for layer in layers]  # type: ignore[arg-type]
     try:
         logits = _through_cache(model, tokens, recorder) if cached else _uncached(model, tokens, recorder)
@@ -104,12 +104,12 @@ def _through_cache(model: Transformer, tokens: Sequence[int], recorder: _Recorde
         rows=1,
         capacity=len(tokens),
         chunk=len(tokens),
-        dtype=str(model.embed.tokens.weight.dtype).removeprefix("torch."),
+        dtype=str(model.table.dtype).removeprefix("torch."),
         prefix=False,
     )
     placed = groups(mixers(model.config), config)
-    device = model.embed.tokens.weight.device
-    memory = Memory(placed, dtype=model.embed.tokens.weight.dtype, device=device, probe=recorder.probe)
+    device = model.table.device
+    memory = Memory(placed, dtype=model.table.dtype, device=device, probe=recorder.probe)
     ledger = Ledger(placed, prefix=False, seats=1)
     ledger.admit(0, tokens, b"")
     logits = []
@@ -130,7 +130,7 @@ def _through_cache(model: Transformer, tokens: Sequence[int], recorder: _Recorde
 def _run(
     model: Transformer, memory: MemoryProtocol, tokens: Sequence[int], start: int, count: int, places: tuple[Place, ...]
 ) -> Tensor:
-    device = model.embed.tokens.weight.device
+    device = model.table.device
     every = torch.arange(count, device=device)
     step = Step(
         tokens=torch.tensor(tokens[start : start + count], device=device),

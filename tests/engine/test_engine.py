@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -194,3 +195,17 @@ def test_cancelled_requests_give_everything_back() -> None:
     out = run(engine)
     assert tokens(out[kept, 0]) and all((request, 0) not in out or not tokens(out[request, 0]) for request in gone)
     assert engine.ledger.stats().used == (0,)
+
+
+def test_a_caller_s_function_that_raises_ends_its_request_alone() -> None:
+    def allowed(text: Sequence[int]) -> list[int]:
+        raise RuntimeError("no")
+
+    engine = Engine(build(model_config()), CACHE)
+    alone = engine.submit([1, 2, 3], GREEDY)
+    expected = tokens(run(engine)[alone, 0])
+    for sampling in (Sampling(allowed=allowed, max_tokens=4), Sampling(allowed=allowed, max_tokens=4, beams=2)):
+        sick, fine = engine.submit([7, 8], sampling), engine.submit([1, 2, 3], GREEDY)
+        out = run(engine)
+        assert out[sick, 0][-1].finish == "error" and "RuntimeError: no" in (out[sick, 0][-1].error or "")
+        assert tokens(out[fine, 0]) == expected

@@ -222,11 +222,68 @@ def test_stop_tokens_are_banned_until_min_tokens(output: int, banned: bool) -> N
     assert kept(out[0]) == set(range(VOCAB)) - ({4, 6} if banned else set())
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_no_sequence_of_n_tokens_comes_twice(n: int) -> None:
+    """Theirs over prompt and output alike, for texts of three different tokens, shorter than n too."""
+    banned = 0
+    for seed in range(12):
+        length = 1 + seed
+        tokens = torch.randint(3, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+        scores = logits_of(1, seed)
+        mine = sampler.ban(scores, [job(tokens, 1, no_repeat_ngram=n)])
+        expected = theirs.NoRepeatNGramLogitsProcessor(n)(torch.tensor([tokens]), scores)
+        assert kept(mine[0]) == kept(expected[0])
+        banned += VOCAB - len(kept(mine[0]))
+    assert banned > 0
+
+
+def test_only_what_is_allowed_after_this_text() -> None:
+    def allowed(tokens: Sequence[int]) -> list[int]:
+        return [tokens[-1], tokens[-1] + 1, VOCAB + 3, -1]  # ids that are none are not allowed either
+
+    out = sampler.force(logits_of(2), [job([3, 9], allowed=allowed), job([3, 9])])
+    assert kept(out[0]) == {9, 10} and torch.equal(out[0, 9:11], logits_of(2)[0, 9:11])
+    assert torch.equal(out[1], logits_of(2)[1])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit", "forced"), [([1, 2, 3], 9, 7), ([1, 2, 3, 4], 9, None), ([1, 2, 3, 4], 5, 8), ([1, 2, 3], 4, 8)]
+)
+def test_the_first_token_and_the_last_are_forced(tokens: list[int], limit: int, forced: int | None) -> None:
+    """Of three tokens of prompt; where the first is the last, it is the last."""
+    mine = Job(Sampling(forced_first=7, forced_last=8, max_tokens=limit - 3), tokens, 3, 0, frozenset(), limit)
+    out = sampler.force(logits_of(1), [mine])
+    assert kept(out[0]) == (set(range(VOCAB)) if forced is None else {forced})
+
+
+def test_a_beam_s_continuations_are_the_best_of_what_the_fold_leaves() -> None:
+    """Log-probabilities of the model, bans and all; a row beside it is sampled as ever."""
+    scores = logits_of(2)
+    beam, plain = job(stops=(4,), beams=3, bad_words=((6,),), logit_bias={5: 9.0}), job(temperature=0)
+    found, other = sample(scores, [beam, plain])
+    assert other == sample(scores[1:], [plain])[0] and other.candidates == ()
+    logprobs = scores[0].log_softmax(-1)
+    logprobs[5] += 9.0
+    logprobs[6] = -math.inf
+    values, tokens = logprobs.topk(6)
+    assert [token for token, _ in found.candidates] == tokens.tolist()
+    torch.testing.assert_close(torch.tensor([value for _, value in found.candidates]), values)
+
+
+def test_a_beam_without_a_continuation_is_no_fault() -> None:
+    """It has none, and the other beams go on; a sampled row's error is told."""
+    beam, row = sample(logits_of(2), [job(beams=2, allowed=lambda _: []), job(allowed=lambda _: [])])
+    assert beam.fault is None and all(value == -math.inf for _, value in beam.candidates)
+    assert row.fault == NOTHING_LEFT
+
+
 # ---------------------------------------------------------------- neighbours
 
 USES: list[dict[str, Any]] = [
     {"bad_words": ((4,), (1, 5))},
     {"min_tokens": 3},
+    {"no_repeat_ngram": 1},
+    {"allowed": lambda _: [2, 3]},
     {"logit_bias": {3: 1.5}},
     {"repetition_penalty": 1.4},
     {"presence_penalty": 0.5},
@@ -275,6 +332,8 @@ samplings = st.builds(
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5, width=16), max_size=2),
     bad_words=st.lists(st.tuples(st.integers(0, VOCAB - 1)), max_size=2).map(tuple),
     min_tokens=st.integers(0, 3),
+    no_repeat_ngram=st.sampled_from([0, 0, 2]),
+    forced_first=st.sampled_from([None, None, 6]),
     seed=st.integers(0, 2**64 - 1),
     logprobs=st.sampled_from([None, 0, 3]),
 )
@@ -471,7 +530,7 @@ def test_half_precision_logits_are_widened_first() -> None:
 
 def test_the_fold_is_in_the_documented_order() -> None:
     filters = ["keep_top_k", "keep_top_p", "keep_min_p", "keep_typical"]
-    assert [step.__name__ for step in FOLD] == ["ban", "add_bias", "penalise", "temper", *filters]
+    assert [step.__name__ for step in FOLD] == ["ban", "add_bias", "penalise", "force", "temper", *filters]
     assert Sampling.__doc__ is not None
     text = " ".join(Sampling.__doc__.split())
     assert "``logit_bias``, penalties, temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``" in text
@@ -486,6 +545,7 @@ def test_results_are_plain_values() -> None:
 
 def test_every_sampling_field_is_known_to_these_tests() -> None:
     """A new field must be applied here, or named among those that others apply."""
-    tested = {key for use in USES for key in use} | {"seed", "logprobs"}
+    tested = {key for use in USES for key in use} | {"seed", "logprobs", "forced_first", "forced_last", "beams"}
     elsewhere = {"max_tokens", "stop", "stop_tokens", "ignore_eos", "n", "prompt_logprobs"}
+    elsewhere |= {"length_penalty", "length_form", "early_stopping", "patience"}  # test_beams.py
     assert {f.name for f in dataclasses.fields(Sampling)} == tested | elsewhere

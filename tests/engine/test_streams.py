@@ -25,8 +25,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvad.cache.blocks import Prefix, Prefixes, digest
 from kvad.cache.ledger import Ledger, Placed
 from kvad.cache.sizing import CacheConfig, Group, groups
+from kvad.cache.sources import PlacedSources, Source, Sources
 from kvad.config import MixerSpec
+from kvad.engine.beams import BeamGroup, Hypothesis, num_candidates
 from kvad.engine.request import Event, Result, Sampling, TokenScore
+from kvad.engine.row import Encoding
 from kvad.engine.scheduler import Plan, Row, Scheduler, Usage
 from kvad.step import BIN_BLOCK, EMPTY_BLOCK, Moves
 
@@ -34,6 +37,8 @@ FULL = MixerSpec(True, None, 1, 8, 8)
 WIDE = MixerSpec(True, None, 2, 8, 8)
 NARROW = MixerSpec(True, 5, 1, 8, 8)
 SELF = MixerSpec(True, 1, 1, 8, 8)
+CROSS = MixerSpec(False, None, 1, 8, 8, cross=True)
+WIDE_CROSS = MixerSpec(False, None, 2, 8, 8, cross=True)
 VOCAB = 997
 EVERY_17TH = frozenset(range(0, VOCAB, 17))
 
@@ -48,8 +53,10 @@ class Mismatch(Exception):
 class Solo:
     """A row alone, without a cache: ``seen[p]`` is the hash of everything that position p sees."""
 
-    def __init__(self, root: bytes, mixers: Sequence[MixerSpec], tokens: Sequence[int] = ()) -> None:
-        self.root, self.mixers = root, tuple(dict.fromkeys(mixers))
+    def __init__(
+        self, root: bytes, mixers: Sequence[MixerSpec], tokens: Sequence[int] = (), source: Sequence[int] = ()
+    ) -> None:
+        self.root, self.mixers, self.source = root, tuple(dict.fromkeys(mixers)), tuple(source)
         self.tokens: list[int] = []
         self.seen: list[int] = []
         for token in tokens:
@@ -59,12 +66,21 @@ class Solo:
         at = len(self.tokens)
         self.tokens.append(token)
         items = [*zip(range(at), self.tokens, self.seen, strict=False), (at, token, 0)]
-        views = tuple(tuple(items[0 if m.window is None else max(0, at - m.window + 1) :]) for m in self.mixers)
+        source = written_source(self.source)
+        views = tuple(
+            source if m.cross else tuple(items[0 if m.window is None else max(0, at - m.window + 1) :])
+            for m in self.mixers
+        )
         self.seen.append(hash((crc32(self.root), views)))
         return self.seen[-1]
 
     def cut(self, length: int) -> None:
         del self.tokens[length:], self.seen[length:]
+
+
+def written_source(source: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """What an encoder writes: each position's token, and all of the source."""
+    return tuple((at, token, hash(tuple(source))) for at, token in enumerate(source))
 
 
 class FakeMemory:
@@ -109,6 +125,16 @@ class FakeMemory:
             for number, (start, tokens) in enumerate(spans)
         ]
 
+    def encode(self, sources: Sequence[Sequence[int]], placed: PlacedSources) -> None:
+        self.apply(placed.moves)
+        own = sum(not group.mixer.cross for group in self.groups)
+        written = [entry for source in sources for entry in written_source(source)]
+        for g, slots in enumerate(placed.slots, own):
+            assert len(slots) == len(set(slots)) == len(written)
+            for slot, (at, token, history) in zip(slots, written, strict=True):
+                assert slot // self.groups[g].block_size not in (EMPTY_BLOCK, BIN_BLOCK)
+                self.position[g][slot], self.token[g][slot], self.history[g][slot] = at, token, history
+
     def _span(
         self, number: int, start: int, count: int, root: bytes, placed: Placed, begin: int, read: int
     ) -> list[int]:
@@ -123,6 +149,8 @@ class FakeMemory:
     def _view(self, g: int, table: Sequence[int], at: int, read: int) -> tuple[tuple[int, int, int], ...]:
         group, window = self.groups[g], self.groups[g].mixer.window
         size = group.block_size
+        if group.mixer.cross:
+            at, read = 1 << 30, 1 << 30  # all of it
         shown = min(size, read) if group.blocks_per_row == 1 else size
         assert group.blocks_per_row == 1 or len(table) * size <= read, "the lane reads less than its row's table"
         low = -1 if window is None else at - window
@@ -163,6 +191,18 @@ SETUPS = {
     "mixed-tall": Setup((FULL, NARROW), CacheConfig(block_size=1, rows=4, capacity=30, chunk=5, blocks=45), 30, 30),
     "windows": Setup((NARROW, SELF), CacheConfig(block_size=2, rows=4, capacity=40, chunk=6), 8, 40),
     "contiguous": Setup((FULL, NARROW, SELF), CacheConfig(layout="contiguous", rows=4, capacity=40, chunk=6), 9, 40),
+    "translating": Setup(
+        (FULL, NARROW, CROSS, WIDE_CROSS),
+        CacheConfig(block_size=4, rows=4, capacity=40, chunk=6, blocks=16, source_capacity=14),
+        12,
+        40,
+    ),
+    "translating-contiguous": Setup(
+        (FULL, CROSS),
+        CacheConfig(layout="contiguous", rows=4, capacity=40, chunk=6, source_capacity=14),
+        9,
+        40,
+    ),
     "no-prefix": Setup(
         (FULL, NARROW), CacheConfig(block_size=4, rows=4, capacity=40, chunk=6, blocks=14, prefix=False), 9, 40
     ),
@@ -182,6 +222,8 @@ class Stream:
         self.told_prompt: tuple[TokenScore, ...] = ()
 
     def expect(self, event: Event) -> None:
+        if event.finish in ("cancelled", "error"):
+            return
         if event.prompt:
             self.told_prompt += event.prompt
         if event.token is not None:
@@ -217,6 +259,45 @@ def choose(seen: int, sample: int) -> int:
     return hash((seen, sample)) % VOCAB
 
 
+def continuations(seen: int, sampling: Sampling, stops: frozenset[int]) -> tuple[tuple[int, float], ...]:
+    """A beam's candidates: tokens and log-probabilities that depend on all that it sees."""
+    count = num_candidates(sampling, len(stops))
+    tokens = dict.fromkeys(hash((seen, i)) % VOCAB for i in range(2 * count))
+    found = [(token, -1 - (hash((seen, token)) % 1000) / 200) for token in list(tokens)[:count]]
+    return tuple(sorted(found, key=lambda each: -each[1]))
+
+
+class Searched:
+    """What one hypothesis of a beam search must say: its tokens, then its end with its score."""
+
+    def __init__(self, hypothesis: Hypothesis) -> None:
+        self.hypothesis, self.told = hypothesis, 0
+
+    def expect(self, event: Event) -> None:
+        if event.finish in ("cancelled", "error"):
+            return
+        tokens, last = self.hypothesis.tokens, self.told == len(self.hypothesis.tokens) - 1
+        end = (self.hypothesis.finish, self.hypothesis.score) if last else (None, None)
+        if (event.token, event.finish, event.total) != (tokens[self.told], *end):
+            raise Mismatch(f"{event}: alone token {self.told} of {self.hypothesis}")
+        self.told += 1
+
+
+def search(solo: Solo, sampling: Sampling, stops: frozenset[int], limit: int) -> list[Hypothesis]:
+    """Alone: every beam computed anew, without a cache."""
+    group = BeamGroup(sampling, len(solo.tokens), limit, stops)
+    beams = [list(solo.tokens)]
+    while True:
+        found = []
+        for tokens in beams:
+            alone = Solo(solo.root, solo.mixers, tokens, solo.source)
+            found.append(continuations(alone.seen[-1], sampling, stops))
+        children = group.advance(beams, found)
+        if not children:
+            return group.best(beams)
+        beams = [[*beams[child.parent], child.token] for child in children]
+
+
 class World:
     """Scheduler + ledger + fake model + fake clock, with every event judged and every invariant checked."""
 
@@ -238,7 +319,7 @@ class World:
             limit=setup.limit,
             clock=self._clock,
         )
-        self.streams: dict[int, dict[int, Stream]] = {}
+        self.streams: dict[int, dict[int, Stream | Searched]] = {}
         self.usages: dict[int, Usage] = {}
         self.numbers = itertools.count()
         self.checked = check
@@ -249,20 +330,31 @@ class World:
         return self.time
 
     def add(
-        self, prompt: Sequence[int], sampling: Sampling, root: bytes = b"", stops: frozenset[int] = EVERY_17TH
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        root: bytes = b"",
+        stops: frozenset[int] = EVERY_17TH,
+        source: Sequence[int] = (1, 2, 0),
     ) -> int:
         number = next(self.numbers)
-        self.usages[number] = self.scheduler.add(number, prompt, sampling, root, stop_tokens=stops)
+        crossed = any(mixer.cross for mixer in self.setup.mixers)
+        root = root + bytes(source) if crossed else root
+        read = tuple(source) if crossed else None
+        self.usages[number] = self.scheduler.add(number, prompt, sampling, root, stop_tokens=stops, source=read)
         limit = self.setup.limit
         if sampling.max_tokens is not None:
             limit = min(limit, len(prompt) + sampling.max_tokens)
         elif self.ledger.capacity < limit:
             limit = max(len(prompt), self.ledger.capacity + 1)
         stops = stops | frozenset(sampling.stop_tokens)
-        self.streams[number] = {
-            sample: Stream(Solo(root, self.setup.mixers, prompt), sample, sampling, stops, limit)
-            for sample in range(sampling.n)
-        }
+        solos = [Solo(root, self.setup.mixers, prompt, read or ()) for _ in range(sampling.n)]
+        if sampling.beams > 1 and limit > len(prompt):
+            self.streams[number] = dict(enumerate(map(Searched, search(solos[0], sampling, stops, limit))))
+        else:
+            self.streams[number] = {
+                sample: Stream(solo, sample, sampling, stops, limit) for sample, solo in enumerate(solos)
+            }
         return number
 
     def cancel(self, number: int) -> None:
@@ -280,10 +372,13 @@ class World:
         if plan is None:
             assert not self.streams, f"nothing runs, and {sorted(self.streams)} wait"
             return None
-        self._check_lanes(plan)
+        if plan.encoding is None:
+            self._check_lanes(plan)
         return plan
 
     def settle(self, plan: Plan, faults: Callable[[Row], bool] = lambda row: False) -> list[Event]:
+        if plan.encoding is not None:
+            return self._encoded(plan, plan.encoding, faults)
         reads = [lane.read for lane in plan.lanes for _ in range(lane.rows)]
         spans = [(work.start, work.row.tokens[work.start : work.start + work.count]) for work in plan.work]
         seen = self.memory.run(spans, [work.row.group.root for work in plan.work], plan.placed, reads)
@@ -299,11 +394,35 @@ class World:
         self.check()
         return events
 
+    def _encoded(self, plan: Plan, encoding: Encoding, faults: Callable[[Row], bool]) -> list[Event]:
+        assert sum(lane.rows * lane.new for lane in encoding.lanes) == sum(
+            len(row.group.source or ()) for row in encoding.rows
+        )
+        if encoding.placed is not None:
+            self.memory.encode([row.group.source or () for row in encoding.rows], encoding.placed)
+        results = []
+        for number, row in enumerate(encoding.rows):
+            faulted = faults(row)
+            results.append(Result(fault="not a number") if faulted else Result())
+            if faulted and encoding.placed is not None:
+                begin = sum(len(before.group.source or ()) for before in encoding.rows[:number])
+                own = len(self.ledger.own)
+                for g, slots in enumerate(encoding.placed.slots, own):
+                    for slot in slots[begin : begin + len(row.group.source or ())]:
+                        self.memory.history[g][slot] = 666
+        events = self.scheduler.settle(plan, results)
+        self._judge(events)
+        self.check()
+        return events
+
     def _result(self, row: Row, start: int, wanted: range, samples: bool, seen: list[int]) -> Result:
         scored = wanted[:-1] if samples else wanted
         prompt = tuple(TokenScore(row.tokens[start + i + 1], float(seen[i])) for i in scored)
         if not samples:
             return Result(prompt=prompt)
+        if row.group.beams is not None:
+            found = continuations(seen[wanted[-1]], row.sampling, row.stop_tokens)
+            return Result(0, None, prompt, candidates=found)
         token = choose(seen[wanted[-1]], row.sample)
         return Result(token, TokenScore(token, float(seen[wanted[-1]])), prompt)
 
@@ -359,7 +478,8 @@ class World:
         for lane in plan.lanes:
             rows = plan.work[at : at + lane.rows]
             assert all(work.count == lane.new <= self.setup.config.chunk for work in rows)
-            assert [work.row.seat for work in rows] == sorted(work.row.seat for work in rows)
+            orders = [work.row.seat if plan.cross is None else work.row.order for work in rows]
+            assert orders == sorted(orders)  # type: ignore[type-var]
             at += lane.rows
         assert at == len(plan.work) == len({work.row.seat for work in plan.work})
 
@@ -407,7 +527,20 @@ class Driver:
         )
         if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens - 1 > limit:
             sampling = Sampling(n=sampling.n, max_tokens=None)
-        self.world.add(prompt, sampling, rng.choice((b"", b"", b"", b"other")), EVERY_17TH)
+        source = [rng.randrange(2) for _ in range(rng.choice((1, 4, 5, 5, 14)))]
+        if rng.random() < 0.2:
+            sampling = self.beams(len(prompt))
+        self.world.add(prompt, sampling, rng.choice((b"", b"", b"", b"other")), EVERY_17TH, source)
+
+    def beams(self, prompt: int) -> Sampling:
+        """A search that the pool could hold; few tokens, as its oracle computes every beam anew."""
+        rng, setup = self.rng, self.world.setup
+        beams, new = rng.choice((2, 3)), rng.randint(1, 6)
+        if not self.world.ledger.holds(beams, min(prompt + new, setup.limit)) or beams > setup.config.rows:
+            return Sampling(max_tokens=1 if prompt <= self.world.ledger.capacity else 0)
+        stopping = rng.choice((True, False, "never"))
+        form = rng.choice(("length", "gnmt"))
+        return Sampling(beams=beams, n=rng.randint(1, beams), max_tokens=new, early_stopping=stopping, length_form=form)
 
     def step_with_changes(self) -> None:
         """Cancel, finish and add while the plan is in flight."""
@@ -475,7 +608,18 @@ class LedgerWorld:
             assert length is None
             return
         assert length is not None and 0 <= length < max(1, len(tokens)) and length % self.setup.config.block_size == 0
-        self.rows[seat] = Solo(root, self.setup.mixers, tokens[:length])
+        source = (1, 2, 0, len(root)) if any(mixer.cross for mixer in self.setup.mixers) else ()
+        if source and not self.attach(seat, source, root):
+            self.ledger.release(seat)
+            return
+        self.rows[seat] = Solo(root, self.setup.mixers, tokens[:length], source)
+
+    def attach(self, seat: int, source: tuple[int, ...], root: bytes) -> bool:
+        known = self.ledger.attach(seat, source, root)
+        if known is False:
+            self.memory.encode([source], self.ledger.place_sources([seat]))
+            self.ledger.commit_source(seat)
+        return known is not None
 
     def extend(self, spans: dict[int, tuple[list[int], int]]) -> bool:
         """spans: seat -> (tokens to write, how many of them to commit).  False: the pool was too full."""
@@ -510,7 +654,7 @@ class LedgerWorld:
         before = self.ledger.stats()
         if self.ledger.fork(seat, child, length):
             parent = self.rows[seat]
-            self.rows[child] = Solo(parent.root, self.setup.mixers)
+            self.rows[child] = Solo(parent.root, self.setup.mixers, (), parent.source)
             self.rows[child].tokens, self.rows[child].seen = parent.tokens[:length], parent.seen[:length]
         else:
             assert self.ledger.stats() == before
@@ -618,10 +762,21 @@ class StreamMachine(RuleBasedStateMachine):
         max_tokens=st.none() | st.integers(0, 8),
         scores=st.none() | st.just(0),
         root=st.sampled_from((b"", b"x")),
+        source=st.lists(st.integers(0, 1), min_size=1, max_size=9),
     )
-    def add(self, prompt: list[int], n: int, max_tokens: int | None, scores: int | None, root: bytes) -> None:
+    def add(
+        self, prompt: list[int], n: int, max_tokens: int | None, scores: int | None, root: bytes, source: list[int]
+    ) -> None:
         if len(self.world.streams) < 8 and len(prompt) + (max_tokens or 0) <= self.longest:
-            self.world.add(prompt, Sampling(n=n, max_tokens=max_tokens, prompt_logprobs=scores), root)
+            sampling = Sampling(n=n, max_tokens=max_tokens, prompt_logprobs=scores)
+            self.world.add(prompt, sampling, root, source=source)
+
+    @rule(prompt=TOKENS, beams=st.integers(2, 3), new=st.integers(1, 5), early=st.sampled_from((True, False, "never")))
+    def search(self, prompt: list[int], beams: int, new: int, early: bool | str) -> None:
+        fits = self.world.ledger.holds(beams, min(len(prompt) + new, self.world.setup.limit))
+        if len(self.world.streams) < 8 and fits and beams <= self.world.setup.config.rows:
+            sampling = Sampling(n=beams, beams=beams, max_tokens=new, early_stopping=early)  # type: ignore[arg-type]
+            self.world.add(prompt, sampling)
 
     @precondition(lambda self: self.world.streams)
     @rule(data=st.data())
@@ -816,3 +971,70 @@ def test_trusting_an_8_bit_hash_is_noticed() -> None:
 
 def test_a_prefix_of_another_root_is_noticed() -> None:
     broken("full-tight", ledger=OneRoot)
+
+
+class SharesByPrefix(Sources):
+    """Knows a source by its first token alone."""
+
+    def attach(self, tokens: Sequence[int], root: bytes) -> Source | None:
+        found = next((each for each in self.kept if each.tokens[:1] == tuple(tokens[:1])), None) if self.kept else None
+        if (
+            found is not None
+            and found.written
+            and all(pool.refs[block] for pool, blocks in zip(self.pools, found.blocks, strict=True) for block in blocks)
+        ):
+            return self.share(found)
+        source = super().attach(tokens, root)
+        self.kept += [source] if source is not None else []
+        return source
+
+    @property
+    def kept(self) -> list[Source]:
+        return self.__dict__.setdefault("_kept", [])
+
+    @kept.setter
+    def kept(self, value: list[Source]) -> None:
+        self.__dict__["_kept"] = value
+
+
+class SourcesMixedUp(Ledger):
+    def __init__(self, placed: Sequence[Group], *, prefix: bool, seats: int, hasher: Callable[[bytes], bytes]) -> None:
+        super().__init__(placed, prefix=prefix, seats=seats, hasher=hasher)
+        self._sources.__class__ = SharesByPrefix
+
+
+@pytest.mark.parametrize("setup", ["translating", "translating-contiguous"])
+def test_another_sources_keys_are_noticed(setup: str) -> None:
+    broken(setup, ledger=SourcesMixedUp)
+
+
+class ForksTheWrongBeam(Ledger):
+    """Forks a beam one token short of its end."""
+
+    def fork(self, row: int, child: int, length: int) -> bool:
+        done = super().fork(row, child, length)
+        if done and length > 1:
+            seat = self._seats[child]
+            assert seat is not None
+            for hold in seat.holds:
+                hold.blocks = hold.blocks[:-1] + hold.blocks[-1:][::-1]
+            self.rewind(child, length - 1)
+            self.reserve([(child, length - 1, 1)])
+            self.commit(child, [7])
+        return done
+
+
+def test_a_beam_forked_wrongly_is_noticed() -> None:
+    broken("full-tight", ledger=ForksTheWrongBeam)
+
+
+def test_two_sources_with_equal_targets_share_nothing_but_equal_sources_do() -> None:
+    world = World(SETUPS["translating"])
+    target = [1, 2, 0, 1, 1, 2, 0, 0, 1]
+    sampling = Sampling(max_tokens=2)
+    for source in ([1, 2, 0, 1, 1], [1, 2, 0, 1, 0], [1, 2, 0, 1, 1]):
+        number = world.add(target, sampling, source=source)
+        usage = world.usages[number]
+        world.drain()
+        assert usage.cached == (8 if number == 2 else 0)
+    assert (world.ledger._sources.hits, world.ledger._sources.misses) == (1, 2)
