@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -55,7 +55,8 @@ CUT_CHARS = 1 << 20  # a longer document is encoded in pieces of about this many
 class Specials:
     """Ids of the special tokens by role (None: this tokenizer has none), and all of them by name.
 
-    ``separator`` opens every document: it is what an empty prompt is generated from.
+    ``separator`` opens every document: it is what an empty prompt is generated from.  Several roles may be one token:
+    in XLM-R ``cls`` is ``bos`` and ``sep`` is ``eos``.
     """
 
     separator: int | None = None
@@ -64,6 +65,9 @@ class Specials:
     pad: int | None = None
     unk: int | None = None
     named: tuple[tuple[str, int], ...] = ()
+    cls: int | None = None
+    sep: int | None = None
+    mask: int | None = None
 
     def names(self) -> dict[str, int]:
         """Every special token, also those without a role (``<|im_start|>``): name -> id."""
@@ -76,17 +80,34 @@ class Tokenizer(Protocol):
     on_unknown: OnUnknown
 
     @property
-    def kind(self) -> str: ...  # "bpe" | "byte" | "char" | "word"
+    def kind(self) -> str: ...  # "bpe" | "unigram" | "wordpiece" | "wordlevel"; kvad's own: "byte" | "char" | "word"
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int: ...  # the highest id + 1, added tokens included
 
     @property
     def specials(self) -> Specials: ...
 
+    @property
+    def source(self) -> Tokenizer | None:
+        """The tokenizer of the source texts, where they have another than the target texts (Marian): else None."""
+        ...
+
+    @property
+    def languages(self) -> Mapping[str, int]:
+        """Code -> id of the languages that ``frame`` takes; generation in a language starts with its id."""
+        ...
+
     def encode(self, text: str, *, specials: bool = False) -> list[int]: ...
 
     def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]: ...
+
+    def frame(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
+        """``ids`` with what the model's texts have around them: ``[CLS] x [SEP]``, ``x </s>``; often nothing.
+
+        ``language`` ("deu_Latn"): where the model marks it; its default otherwise.  Raises TokenizerError.
+        """
+        ...
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str: ...
 

@@ -46,7 +46,11 @@ class Pieces:
     def _token(self, token_id: int) -> str:
         if not 0 <= token_id < self.vocab_size:
             raise out_of_range(token_id, self.vocab_size)
-        return self._backend.id_to_token(int(token_id)) or ""  # a hole in the numbering says nothing
+        return self._backend.id_to_token(int(token_id)) or ""
+
+    def is_hole(self, token_id: int) -> bool:
+        """Whether the numbering leaves this id out: then it is no token, and says nothing."""
+        return self._backend.id_to_token(int(token_id)) is None
 
     def _inside(self, token_id: int) -> bytes:
         token = self._token(token_id)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from kvad.errors import DataError, TokenizerError
@@ -32,6 +33,7 @@ from kvad.text.base import (
     standard_specials,
     write_text,
 )
+from kvad.text.frame import Frame
 
 __all__ = ["ByteTokenizer", "CharTokenizer", "TableTokenizer", "field", "most_frequent", "room_for_tokens"]
 
@@ -42,6 +44,8 @@ class TableTokenizer(ABC):
     kind: ClassVar[str]
     unit: ClassVar[str]  # what a token is called in a message
     on_unknown: OnUnknown
+    source: ClassVar[None] = None
+    languages: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
     def __init__(self, pieces: Sequence[bytes], specials: Specials, on_unknown: str = "warn") -> None:
         """``pieces``: the bytes of every id in order, ``b""`` for the special ones."""
@@ -82,6 +86,9 @@ class TableTokenizer(ABC):
             for piece in cut(part):
                 ids += self._ids_of(piece, unknown)
         return ids
+
+    def frame(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
+        return Frame().around(ids, language)
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
         return b"".join(map(self.joiner(skip_specials=skip_specials), ids)).decode("utf-8", "replace")

@@ -1,21 +1,25 @@
 """Train or load a tokenizer of any kind: the one door of ``kvad.text``.
 
-A tokenizer is one file, ``tokenizer.json``: either the Hugging Face ``tokenizers`` format (byte-level BPE and whatever
-else that library loads), or kvad's own table of bytes, characters or words.  Which one it is, the file says.
+What kvad saves is one file, ``tokenizer.json``: either the Hugging Face ``tokenizers`` format (byte-level BPE and
+whatever else that library loads), or kvad's own: a table of bytes, characters or words, or SentencePiece models with
+what stood beside them.  Which one it is, the file says.  Folders of other makes are read too (``load_tokenizer``).
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvad.errors import DataError, TokenizerError, nearest
-from kvad.text.base import FILE_NAME, NAMES, Specials, Tokenizer, check_text, check_texts
-from kvad.text.bpe import CONFIG_NAME, BpeTokenizer, train_bpe
+from kvad.text.base import FILE_NAME, Specials, Tokenizer, check_text, check_texts
+from kvad.text.bpe import train_bpe
+from kvad.text.library import LibraryTokenizer, dress, roles_of
 from kvad.text.plain import ByteTokenizer, CharTokenizer, field
+from kvad.text.settings import parse_object, read_settings, read_text
+from kvad.text.spm import SUFFIXES, SpmTokenizer, has_spm, load_spm
+from kvad.text.vocabularies import byte_level_bpe, wordpiece
 from kvad.text.words import WordTokenizer
 
 __all__ = ["KINDS", "Progress", "Specials", "Tokenizer", "load_tokenizer", "train_tokenizer"]
@@ -96,44 +100,47 @@ class _Corpus:
 def load_tokenizer(
     folder_or_file: Path, *, roles: Mapping[str, str | None] | None = None, on_unknown: str = "warn"
 ) -> Tokenizer:
-    """Read ``tokenizer.json``, or the file that is named.
+    """Read the tokenizer of a folder, or the file that is named.
 
+    In a folder, what is found first: ``tokenizer.json``; SentencePiece models, as the class in
+    ``tokenizer_config.json`` says (``spm.py``); ``vocab.json`` + ``merges.txt``; ``vocab.txt`` (``vocabularies.py``).
     ``roles`` ({"bos": "<s>"}) says which special token is which in a Hugging Face file; without it,
     ``tokenizer_config.json`` beside the file does, and then the names in common use.  Raises TokenizerError that names
     the file.
     """
     path = Path(folder_or_file)
-    path = path / FILE_NAME if path.is_dir() else path
-    text = _read(path)
+    if path.is_dir():
+        return _load_folder(path, roles, on_unknown)
+    if path.suffix in SUFFIXES:
+        return load_spm(path.parent, read_settings(path.parent), path, roles=roles, on_unknown=on_unknown)
+    return _load_json(path, roles, on_unknown)
+
+
+def _load_folder(folder: Path, roles: Mapping[str, str | None] | None, on_unknown: str) -> Tokenizer:
+    if (folder / FILE_NAME).is_file():
+        return _load_json(folder / FILE_NAME, roles, on_unknown)
+    settings = read_settings(folder)
+    if has_spm(folder, settings):
+        return load_spm(folder, settings, roles=roles, on_unknown=on_unknown)
+    for name, read in (("vocab.json", byte_level_bpe), ("vocab.txt", wordpiece)):
+        if (folder / name).is_file():
+            backend, usual = read(folder, settings)
+            dress(backend, settings)
+            return LibraryTokenizer(backend, usual if roles is None else roles, on_unknown=on_unknown)
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    found = f"the folder holds {', '.join(names[:8])}{more}" if names else "the folder is empty"
+    raise TokenizerError(f"there is no {FILE_NAME} in {folder}, nor another tokenizer", found)
+
+
+def _load_json(path: Path, roles: Mapping[str, str | None] | None, on_unknown: str) -> Tokenizer:
+    text = read_text(path)
     try:
         if _OURS.match(text):
-            return _load_table(_parse(text), on_unknown)
+            return _load_table(parse_object(text), on_unknown)
         return _load_library(path, text, roles, on_unknown)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error.message}", error.hint) from error.__cause__
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise TokenizerError(
-            f"there is no {path.name} in {path.parent}", "name a folder with a tokenizer.json, or the file itself"
-        ) from None
-    except OSError as error:
-        raise TokenizerError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path}: not UTF-8 at byte {error.start}", "a tokenizer.json is text") from None
-
-
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TokenizerError(f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}") from None
-    if not isinstance(content, dict):
-        raise TokenizerError(f"expected a JSON object, found a {type(content).__name__}")
-    return content
 
 
 def _load_table(file: dict[str, Any], on_unknown: str) -> Tokenizer:
@@ -145,7 +152,9 @@ def _load_table(file: dict[str, Any], on_unknown: str) -> Tokenizer:
         return CharTokenizer.from_content(content, on_unknown)
     if kind == "word":
         return WordTokenizer.from_content(content, on_unknown)
-    raise TokenizerError(f"unknown kind of tokenizer {kind!r}", nearest(kind, KINDS))
+    if kind == "sentencepiece":
+        return SpmTokenizer.from_content(content, on_unknown)
+    raise TokenizerError(f"unknown kind of tokenizer {kind!r}", nearest(kind, [*KINDS, "sentencepiece"]))
 
 
 def _load_library(path: Path, text: str, roles: Mapping[str, str | None] | None, on_unknown: str) -> Tokenizer:
@@ -154,29 +163,10 @@ def _load_library(path: Path, text: str, roles: Mapping[str, str | None] | None,
     try:
         backend = Backend.from_str(text)
     except Exception as error:  # the library raises nothing more special
-        _parse(text)  # says where, when it is not JSON at all
+        parse_object(text)  # says where, when it is not JSON at all
         raise TokenizerError(f"not a tokenizer that the tokenizers library reads: {error}") from None
+    settings = read_settings(path.parent)
+    dress(backend, settings)
     if roles is None:
-        roles = _roles_beside(path, backend.get_vocab(with_added_tokens=True))
-    return BpeTokenizer(backend, roles, on_unknown=on_unknown)
-
-
-def _roles_beside(path: Path, vocabulary: Container[str]) -> dict[str, str | None]:
-    """``{"bos_token": "<s>"}``, or ``{"content": "<s>"}`` in its place, of the tokenizer_config.json beside.
-
-    Names that the vocabulary lacks are nobody's: such files often keep the defaults of a class.
-    """
-    beside = path.with_name(CONFIG_NAME)
-    if not beside.exists():
-        return {}
-    try:
-        config = _parse(_read(beside))
-    except TokenizerError as error:
-        raise TokenizerError(f"{CONFIG_NAME}: {error.message}", error.hint) from None
-    found: dict[str, str | None] = {}
-    for role in NAMES:
-        if f"{role}_token" in config:
-            value = config[f"{role}_token"]
-            name = value.get("content") if isinstance(value, dict) else value
-            found[role] = name if isinstance(name, str) and name in vocabulary else None
-    return found
+        roles = roles_of(backend, settings)
+    return LibraryTokenizer(backend, roles, on_unknown=on_unknown)

@@ -13,10 +13,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from kvad.errors import TokenizerError
-from kvad.text import bpe
+from kvad.text import library
 from kvad.text.base import cut
-from kvad.text.bpe import BpeTokenizer
 from kvad.text.detokenize import Detokenizer
+from kvad.text.library import LibraryTokenizer
 from kvad.text.pieces import byte_alphabet
 from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -105,15 +105,15 @@ def test_batches_keep_their_order(
 ) -> None:
     expected = [tokenizers["bpe"].encode(text) for text in documents]
     sizes: list[int] = []
-    encode = BpeTokenizer._encode_pieces
+    encode = LibraryTokenizer._encode_pieces
 
-    def watched(self: BpeTokenizer, backend: Backend, waiting: list[tuple[list[int], str]], unknown: Any) -> None:
+    def watched(self: LibraryTokenizer, backend: Backend, waiting: list[tuple[list[int], str]], unknown: Any) -> None:
         sizes.append(sum(len(piece) for _, piece in waiting))
         encode(self, backend, waiting, unknown)
 
-    monkeypatch.setattr(BpeTokenizer, "_encode_pieces", watched)
-    monkeypatch.setattr(bpe, "BATCH_CHARS", 4 * limit)
-    monkeypatch.setattr(bpe, "cut", lambda text: cut(text, limit))
+    monkeypatch.setattr(LibraryTokenizer, "_encode_pieces", watched)
+    monkeypatch.setattr(library, "BATCH_CHARS", 4 * limit)
+    monkeypatch.setattr(library, "cut", lambda text: cut(text, limit))
     assert tokenizers["bpe"].encode_batch(documents) == expected
     assert len(sizes) > 10 and max(sizes) <= 5 * limit + 200
 
@@ -169,7 +169,7 @@ OTHERS = {make.__name__: make for make in (llama, metaspace, wordpiece, word_lev
 @given(data=st.data())
 def test_decoding_is_the_library_s(name: str, data: st.DataObject) -> None:
     backend = OTHERS[name]()
-    ours = BpeTokenizer(OTHERS[name]())
+    ours = LibraryTokenizer(OTHERS[name]())
     # bytes that are no valid text are spelled differently: one U+FFFD per byte there, one per broken sequence here
     valid = [id for id in range(ours.vocab_size) if not (name == "llama" and 3 + 0x80 <= id < 3 + 256)]
     ids = data.draw(st.lists(st.sampled_from(valid)))
@@ -182,46 +182,46 @@ def test_decoding_is_the_library_s(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("text", ["a b", " a lo", "a  b", "a 한🙂 b", "", "\n"])
 def test_llama_text_comes_back(text: str) -> None:
-    ours = BpeTokenizer(llama())
+    ours = LibraryTokenizer(llama())
     assert ours.encode(text) == llama().encode(text, add_special_tokens=False).ids
     assert ours.decode(ours.encode(text)) == text
-    assert BpeTokenizer(llama()).specials.separator == 1  # documents open with BOS, where there is no separator
+    assert LibraryTokenizer(llama()).specials.separator == 1  # documents open with BOS, where there is no separator
 
 
 def test_a_byte_that_opens_a_text() -> None:
     for ids in ([3 + 0x20, 261], [3 + 0xED, 3 + 0x95, 3 + 0x9C, 3 + 0x20]):
-        assert BpeTokenizer(llama()).decode(ids) == llama().decode(ids)
+        assert LibraryTokenizer(llama()).decode(ids) == llama().decode(ids)
 
 
 def test_a_long_text_is_not_cut_where_that_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     prefixed, spaced = gpt2_like(), gpt2_like()
     prefixed.normalizer = normalizers.Prepend("_")
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    monkeypatch.setattr(bpe, "cut", lambda text: cut(text, 1))
+    monkeypatch.setattr(library, "cut", lambda text: cut(text, 1))
     text = "a\nb\nc"
     for backend in (llama(), prefixed, spaced):
         expected = backend.encode(text, add_special_tokens=False).ids
-        assert BpeTokenizer(backend).encode(text) == expected
+        assert LibraryTokenizer(backend).encode(text) == expected
 
 
 def test_unknown_text_of_a_library_tokenizer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    ours = BpeTokenizer(metaspace())
+    ours = LibraryTokenizer(metaspace())
     assert 0 in ours.encode_batch(["a xyz b", "a"])[0]
     assert capsys.readouterr().err == "kvad: 1 piece of text not in the vocabulary became UNK: 'xyz'\n"
     ours.on_unknown = "error"
     with pytest.raises(TokenizerError, match="'xyz'"):
         ours.encode("a xyz b")
     assert 0 in ours.encode("a <unk> b", specials=True)  # asked for, so not unknown
-    assert BpeTokenizer(llama()).encode("z") and capsys.readouterr().err == ""  # spelled in bytes
+    assert LibraryTokenizer(llama()).encode("z") and capsys.readouterr().err == ""  # spelled in bytes
 
 
 def test_bytes_without_a_token_are_not_dropped_in_silence() -> None:
     vocab = {char: index for index, char in enumerate("abc")}
     backend = Backend(models.BPE(vocab, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    assert BpeTokenizer(backend).encode("cab") == [2, 0, 1]
+    assert LibraryTokenizer(backend).encode("cab") == [2, 0, 1]
     with pytest.raises(TokenizerError, match="no UNK: 'x' x2, '한'"):
-        BpeTokenizer(backend).encode("axbx한")
+        LibraryTokenizer(backend).encode("axbx한")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_roles_of_a_hugging_face_folder(tmp_path: Path) -> None:
 
 
 def test_added_tokens_stand_for_themselves() -> None:
-    ours = BpeTokenizer(gpt2_like())
+    ours = LibraryTokenizer(gpt2_like())
     assert ours.encode("<think>é x<|endoftext|>", specials=True) == [258, 259, 256]
     assert ours.encode("<think>é x") == [258, 259]  # ordinary vocabulary: not special, so text may be it
     assert ours.decode([258, 259, 260, 256]) == "<think>é xéé"  # although é is in the alphabet, for the byte 0xE9
@@ -284,6 +284,6 @@ def test_added_tokens_stand_for_themselves() -> None:
 
 def test_a_hole_in_the_numbering_is_silent() -> None:
     backend = Backend(models.WordLevel({"a": 0, "b": 5}, unk_token="a"))
-    ours = BpeTokenizer(backend)
+    ours = LibraryTokenizer(backend)
     assert ours.vocab_size == 6
     assert ours.decode([0, 3]) == "a" and ours.token_text(3) == ""

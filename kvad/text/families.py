@@ -1,0 +1,169 @@
+"""How the SentencePiece tokenizers of each model family number their pieces, and which special tokens they add.
+
+A SentencePiece model counts its own pieces from 0; a family may move them (fairseq's: ``<s> <pad> </s> <unk>`` first,
+so a piece's id is its number + 1) or look them up in a ``vocab.json``, and puts sentinels, languages and a mask behind
+them.  Each rule is transformers' slow tokenizer of that name.  Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvad.errors import TokenizerError
+from kvad.text.settings import Added, Settings
+
+__all__ = ["FAMILIES", "Family", "Table"]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# fmt: off
+_MBART = _words("""
+    ar_AR cs_CZ de_DE en_XX es_XX et_EE fi_FI fr_XX gu_IN hi_IN it_IT ja_XX kk_KZ ko_KR lt_LT lv_LV my_MM ne_NP
+    nl_XX ro_RO ru_RU si_LK tr_TR vi_VN zh_CN
+""")
+_MBART50 = _words("""
+    af_ZA az_AZ bn_IN fa_IR he_IL hr_HR id_ID ka_GE km_KH mk_MK ml_IN mn_MN mr_IN pl_PL ps_AF pt_XX sv_SE sw_KE
+    ta_IN te_IN th_TH tl_XX uk_UA ur_PK xh_ZA gl_ES sl_SI
+""")
+_M2M100 = _words("""
+    af am ar ast az ba be bg bn br bs ca ceb cs cy da de el en es et fa ff fi fr fy ga gd gl gu ha he hi hr ht hu hy
+    id ig ilo is it ja jv ka kk km kn ko lb lg ln lo lt lv mg mk ml mn mr ms my ne nl no ns oc or pa pl ps pt ro ru
+    sd si sk sl so sq sr ss su sv sw ta th tl tn tr uk ur uz vi wo xh yi yo zh zu
+""")
+_WMT21 = _words("en ha is ja cs ru zh de")
+_NLLB = _words("""
+    ace_Arab ace_Latn acm_Arab acq_Arab aeb_Arab afr_Latn ajp_Arab aka_Latn amh_Ethi apc_Arab arb_Arab ars_Arab
+    ary_Arab arz_Arab asm_Beng ast_Latn awa_Deva ayr_Latn azb_Arab azj_Latn bak_Cyrl bam_Latn ban_Latn bel_Cyrl
+    bem_Latn ben_Beng bho_Deva bjn_Arab bjn_Latn bod_Tibt bos_Latn bug_Latn bul_Cyrl cat_Latn ceb_Latn ces_Latn
+    cjk_Latn ckb_Arab crh_Latn cym_Latn dan_Latn deu_Latn dik_Latn dyu_Latn dzo_Tibt ell_Grek eng_Latn epo_Latn
+    est_Latn eus_Latn ewe_Latn fao_Latn pes_Arab fij_Latn fin_Latn fon_Latn fra_Latn fur_Latn fuv_Latn gla_Latn
+    gle_Latn glg_Latn grn_Latn guj_Gujr hat_Latn hau_Latn heb_Hebr hin_Deva hne_Deva hrv_Latn hun_Latn hye_Armn
+    ibo_Latn ilo_Latn ind_Latn isl_Latn ita_Latn jav_Latn jpn_Jpan kab_Latn kac_Latn kam_Latn kan_Knda kas_Arab
+    kas_Deva kat_Geor knc_Arab knc_Latn kaz_Cyrl kbp_Latn kea_Latn khm_Khmr kik_Latn kin_Latn kir_Cyrl kmb_Latn
+    kon_Latn kor_Hang kmr_Latn lao_Laoo lvs_Latn lij_Latn lim_Latn lin_Latn lit_Latn lmo_Latn ltg_Latn ltz_Latn
+    lua_Latn lug_Latn luo_Latn lus_Latn mag_Deva mai_Deva mal_Mlym mar_Deva min_Latn mkd_Cyrl plt_Latn mlt_Latn
+    mni_Beng khk_Cyrl mos_Latn mri_Latn zsm_Latn mya_Mymr nld_Latn nno_Latn nob_Latn npi_Deva nso_Latn nus_Latn
+    nya_Latn oci_Latn gaz_Latn ory_Orya pag_Latn pan_Guru pap_Latn pol_Latn por_Latn prs_Arab pbt_Arab quy_Latn
+    ron_Latn run_Latn rus_Cyrl sag_Latn san_Deva sat_Beng scn_Latn shn_Mymr sin_Sinh slk_Latn slv_Latn smo_Latn
+    sna_Latn snd_Arab som_Latn sot_Latn spa_Latn als_Latn srd_Latn srp_Cyrl ssw_Latn sun_Latn swe_Latn swh_Latn
+    szl_Latn tam_Taml tat_Cyrl tel_Telu tgk_Cyrl tgl_Latn tha_Thai tir_Ethi taq_Latn taq_Tfng tpi_Latn tsn_Latn
+    tso_Latn tuk_Latn tum_Latn tur_Latn twi_Latn tzm_Tfng uig_Arab ukr_Cyrl umb_Latn urd_Arab uzn_Latn vec_Latn
+    vie_Latn war_Latn wol_Latn xho_Latn ydd_Hebr yor_Latn yue_Hant zho_Hans zho_Hant zul_Latn
+""")
+# fmt: on
+
+
+@dataclass
+class Table:
+    """``names``: id -> piece (``""``: a hole); ``special``: name -> id; ``flags``: the added tokens by name."""
+
+    names: list[str]
+    special: dict[str, int] = field(default_factory=dict)
+    flags: dict[str, Added] = field(default_factory=dict)
+
+    def put(self, token: Added, token_id: int | None = None) -> None:
+        """A token behind the last one, or in its place."""
+        token_id = len(self.names) if token_id is None else token_id
+        self.names += [""] * (token_id + 1 - len(self.names))
+        self.names[token_id] = token.content
+        self.flags[token.content] = token
+        if token.special:
+            self.special[token.content] = token_id
+
+
+Layout = Callable[[Sequence[str], Mapping[str, int], Settings], Table]
+
+
+def _plain(pieces: Sequence[str], _: Mapping[str, int], __: Settings) -> Table:
+    return Table(list(pieces))
+
+
+def _t5(pieces: Sequence[str], _: Mapping[str, int], settings: Settings) -> Table:
+    """``<extra_id_0>`` is the last id."""
+    table = Table(list(pieces))
+    for i in reversed(range(settings.number("extra_ids", 100))):
+        table.put(Added(f"<extra_id_{i}>", lstrip=True, rstrip=True))
+    return table
+
+
+def _fairseq(*last: str) -> Layout:
+    """Piece 3 is id 4; ``last`` come behind the pieces."""
+
+    def layout(pieces: Sequence[str], _: Mapping[str, int], __: Settings) -> Table:
+        table = Table([])
+        for name in ("<s>", "<pad>", "</s>", "<unk>"):
+            table.put(Added(name))
+        table.names += pieces[3:]
+        for name in last:
+            table.put(Added(name, lstrip=name == "<mask>"))
+        return table
+
+    return layout
+
+
+def _looked_up(vocabulary: Mapping[str, int]) -> Table:
+    table = Table([""] * (1 + max(vocabulary.values())))
+    for name, token_id in vocabulary.items():
+        if table.names[token_id]:
+            raise TokenizerError(f"the vocabulary gives id {token_id} to {table.names[token_id]!r} and to {name!r}")
+        table.names[token_id] = name
+    return table
+
+
+def _marian(_: Sequence[str], vocabulary: Mapping[str, int], __: Settings) -> Table:
+    table = _looked_up(vocabulary)
+    for name, token_id in vocabulary.items():
+        if name.startswith(">>") and name.endswith("<<"):
+            table.special[name] = token_id  # found at the start of a text only: no added token
+    return table
+
+
+def _m2m100(_: Sequence[str], vocabulary: Mapping[str, int], settings: Settings) -> Table:
+    """``__af__`` is the first id behind the vocabulary."""
+    table = _looked_up(vocabulary)
+    for code in _WMT21 if settings.text("language_codes") == "wmt21" else _M2M100:
+        table.put(Added(f"__{code}__"))
+    return table
+
+
+@dataclass(frozen=True)
+class Family:
+    """``models``: its files, the source's before the target's; ``roles``: role -> name where no file says otherwise;
+    a role that is not among them has nobody.
+
+    ``before``, ``after``: roles around a text, where no rule of ``frame.as_configured`` holds.
+    """
+
+    models: tuple[str, ...]
+    layout: Layout
+    roles: Mapping[str, str]
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    vocabulary: bool = False  # whether pieces are looked up in vocab.json
+
+
+_T5_ROLES = {"eos": "</s>", "pad": "<pad>", "unk": "<unk>"}
+_LLAMA_ROLES = {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}
+_M2M100_ROLES = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "sep": "</s>"}
+_XLM_ROLES = {**_M2M100_ROLES, "cls": "<s>"}
+_MASKED_ROLES = {**_XLM_ROLES, "mask": "<mask>"}
+_MBART50_ROLES = {role: name for role, name in _MASKED_ROLES.items() if role != "bos"}
+_XGLM_LAST = tuple(f"<madeupword{i}>" for i in range(7))
+_BPE_MODEL = ("sentencepiece.bpe.model",)
+
+FAMILIES: Mapping[str, Family] = {
+    "Gemma": Family(("tokenizer.model",), _plain, {"bos": "<bos>", "eos": "<eos>", "pad": "<pad>", "unk": "<unk>"}),
+    "Llama": Family(("tokenizer.model",), _plain, _LLAMA_ROLES),
+    "M2M100": Family(_BPE_MODEL, _m2m100, _M2M100_ROLES, vocabulary=True),
+    "MBart": Family(_BPE_MODEL, _fairseq(*_MBART, "<mask>"), _MASKED_ROLES),
+    "MBart50": Family(_BPE_MODEL, _fairseq(*_MBART, *_MBART50, "<mask>"), _MBART50_ROLES),
+    "Marian": Family(("source.spm", "target.spm"), _marian, _T5_ROLES, ("language",), ("eos",), vocabulary=True),
+    "Nllb": Family(_BPE_MODEL, _fairseq(*_NLLB, "<mask>"), _MASKED_ROLES),
+    "T5": Family(("spiece.model",), _t5, _T5_ROLES, (), ("eos",)),
+    "XGLM": Family(_BPE_MODEL, _fairseq(*_XGLM_LAST), _XLM_ROLES, ("sep",)),
+    "XLMRoberta": Family(_BPE_MODEL, _fairseq("<mask>"), _MASKED_ROLES, ("cls",), ("sep",)),
+}

@@ -1,0 +1,286 @@
+"""Any tokenizer of the ``tokenizers`` library, behind kvad's protocol: byte-level BPE, SentencePiece-like BPE and
+Unigram, WordPiece, WordLevel.
+
+Ids and text are those of transformers' fast tokenizers, with three deliberate differences.  Text that spells a special
+token stays text unless ``specials=True``.  Bytes that are no valid text become one U+FFFD per broken sequence, where
+the library writes one per byte.  And ``clean_up_tokenization_spaces`` is not applied: it rewrites a whole text, and
+what a stream has shown cannot be taken back (the clean-up of a WordPiece decoder works by token, so it is).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvad.errors import TokenizerError
+from kvad.text.base import (
+    CUT_CHARS,
+    FILE_NAME,
+    NAMES,
+    OnUnknown,
+    Specials,
+    check_on_unknown,
+    check_text,
+    check_texts,
+    cut,
+    printable,
+    report_unknown,
+    write_text,
+)
+from kvad.text.frame import as_configured, frame_of, write_frame
+from kvad.text.pieces import Pieces, parts
+from kvad.text.settings import CONFIG_NAME, ROLES, Settings
+
+if TYPE_CHECKING:
+    import tokenizers  # type: ignore[import-untyped]
+
+__all__ = ["LibraryTokenizer", "dress", "find_specials", "roles_of"]
+
+BATCH_CHARS = 4 * CUT_CHARS  # the library's results weigh ~100 bytes per token until they are ours
+_KNOWN_NAMES = {  # role -> the names it goes by
+    "separator": (NAMES["separator"], "<|endoftext|>"),
+    "bos": (NAMES["bos"], "<s>", "<bos>", "<|begin_of_text|>"),
+    "eos": (NAMES["eos"], "</s>", "<eos>", "<|end_of_text|>"),
+    "pad": (NAMES["pad"], "<pad>", "[PAD]"),
+    "unk": (NAMES["unk"], "<unk>", "[UNK]"),
+    "cls": ("[CLS]",),
+    "sep": ("[SEP]",),
+    "mask": ("[MASK]", "<mask>"),
+}
+
+
+class LibraryTokenizer:
+    """A ``tokenizers.Tokenizer``.  ``roles`` ({"bos": "<s>"}) go before the well-known names."""
+
+    on_unknown: OnUnknown
+    source: None = None
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, roles: Mapping[str, str | None] | None = None, *, on_unknown: str = "warn"
+    ) -> None:
+        self.on_unknown = check_on_unknown(on_unknown)
+        backend.no_truncation()  # a file may carry a limit: cutting a prompt in silence is not a tokenizer's business
+        backend.no_padding()
+        backend.encode_special_tokens = True  # text that spells a special token stays text
+        _mark_special(backend, [name for name in (roles or {}).values() if name is not None])
+        added = backend.get_added_tokens_decoder().items()
+        named = {token.content: token_id for token_id, token in added if token.special}
+        self.specials = find_specials(named, roles or {})
+        self.kind = str(type(backend.model).__name__).lower()
+        self._backend = backend
+        self._pieces = Pieces(backend)
+        self._frame = frame_of(backend, named)
+        self.vocab_size = self._pieces.vocab_size
+        self._special_ids = frozenset(named.values())
+        self._accidents = self._special_ids - {self.specials.unk}
+        self._missing_bytes = self._pieces.missing_bytes()
+        self._cuttable = _is_cuttable(backend)
+
+    @property
+    def languages(self) -> Mapping[str, int]:
+        return self._frame.languages
+
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+        return self.encode_batch([text], specials=specials)[0]
+
+    def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]:
+        """Ids of each text.  Long texts are cut and short ones gathered: memory stays near that of the result."""
+        backend = self._obeying if specials else self._backend
+        rows: list[list[int]] = []
+        waiting: list[tuple[list[int], str]] = []  # (the row that it goes to, piece of its text)
+        unknown: Counter[str] = Counter()
+        chars = 0
+        for text in check_texts(texts):
+            rows.append([])
+            check_text(text)
+            for piece in cut(text) if self._cuttable else [text]:
+                if waiting and chars + len(piece) > BATCH_CHARS:
+                    self._encode_pieces(backend, waiting, unknown)
+                    waiting, chars = [], 0
+                waiting.append((rows[-1], piece))
+                chars += len(piece)
+        self._encode_pieces(backend, waiting, unknown)
+        has_unk = self.specials.unk is not None and not self._missing_bytes
+        report_unknown(unknown, "piece of text", "pieces of text", has_unk=has_unk, on_unknown=self.on_unknown)
+        return rows
+
+    def _encode_pieces(
+        self, backend: tokenizers.Tokenizer, waiting: list[tuple[list[int], str]], unknown: Counter[str]
+    ) -> None:
+        texts = [piece for _, piece in waiting]
+        for (row, piece), encoding in zip(
+            waiting, backend.encode_batch_fast(texts, add_special_tokens=False), strict=True
+        ):
+            ids, used = encoding.ids, backend
+            if backend is self._backend and not self._accidents.isdisjoint(ids):
+                used = self._blind
+                ids = used.encode(piece, add_special_tokens=False).ids
+            row += ids
+            if self._missing_bytes:
+                unknown.update(char for char in piece if not self._missing_bytes.isdisjoint(char.encode()))
+            elif not self._pieces.byte_level and self.specials.unk in ids:
+                unknown.update(self._unknown_parts(used, piece))
+
+    def _unknown_parts(self, backend: tokenizers.Tokenizer, piece: str) -> list[str]:
+        """The parts of a text that became UNK: encoded again, slowly, with their places."""
+        encoding = backend.encode(piece, add_special_tokens=False)
+        found = zip(encoding.ids, encoding.offsets, strict=True)
+        spelled = [piece[start:end] for token_id, (start, end) in found if token_id == self.specials.unk]
+        return [part for part in spelled if part not in self.specials.names()]
+
+    @functools.cached_property
+    def _obeying(self) -> tokenizers.Tokenizer:
+        """A twin that turns the names of special tokens into them.  Two, because a flag is not safe between threads."""
+        twin = type(self._backend).from_str(self._backend.to_str())
+        twin.encode_special_tokens = False
+        return twin
+
+    @functools.cached_property
+    def _blind(self) -> tokenizers.Tokenizer:
+        """A twin whose special tokens have names that no text spells.
+
+        A Unigram model has ``</s>`` among its pieces, and would make the special token of a text that holds it.
+        """
+        content = json.loads(self._backend.to_str())
+        names = {self._backend.id_to_token(i): f"\ue000{i}\ue001" for i in self._accidents}
+        vocab, merges = content["model"]["vocab"], content["model"].get("merges", [])
+        if isinstance(vocab, dict):
+            content["model"]["vocab"] = {names.get(name, name): token_id for name, token_id in vocab.items()}
+        else:
+            content["model"]["vocab"] = [[names.get(name, name), score] for name, score in vocab]
+        if merges:
+            content["model"]["merges"] = [pair for pair in merges if _merged(pair) not in names]
+        for token in content["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        twin = type(self._backend).from_str(json.dumps({**content, "post_processor": None}))
+        twin.encode_special_tokens = True
+        return twin
+
+    def frame(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
+        return self._frame.around(ids, language)
+
+    def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
+        return b"".join(map(self.joiner(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
+
+    def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
+        first, rest, is_hole = self._pieces.first, self._pieces.rest, self._pieces.is_hole
+        skipped: frozenset[int] = self._special_ids if skip_specials else frozenset()
+        started = False
+
+        def add(token_id: int) -> bytes:
+            nonlocal started
+            if token_id in skipped:
+                return b""
+            if started:
+                return rest[token_id]
+            piece = first[token_id]
+            started = bool(piece) or not is_hole(token_id)
+            return piece
+
+        return add
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._special_ids else self._pieces.rest[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return printable(self._pieces.rest[token_id])
+
+    def save(self, folder: Path) -> None:
+        """Write ``tokenizer.json``; beside it the roles of the specials, only where their names do not tell them."""
+        write_text(Path(folder) / FILE_NAME, self._backend.to_str(pretty=True) + "\n")
+        if find_specials(self.specials.names(), {}) == self.specials:
+            return
+        names = {token_id: name for name, token_id in self.specials.named}
+        roles = {f"{role}_token": names.get(getattr(self.specials, role)) for role in ROLES}
+        write_text(Path(folder) / CONFIG_NAME, json.dumps(roles, ensure_ascii=False, indent=1) + "\n")
+
+    def fingerprint(self) -> str:
+        roles = {role: getattr(self.specials, role) for role in NAMES}  # the others change no text and no id
+        return hashlib.sha256((self._backend.to_str() + json.dumps(roles)).encode()).hexdigest()
+
+
+def find_specials(named: Mapping[str, int], roles: Mapping[str, str | None]) -> Specials:
+    """Give each special token its role: by ``roles`` (role -> name; None: nobody), else by the names in common use.
+
+    A tokenizer without a separator opens its documents with its BOS (Llama) where it has one.
+    """
+    for role, name in roles.items():
+        if role not in ROLES or (name is not None and name not in named):
+            raise TokenizerError(f"the {role} token {name!r} is not among the special tokens", ", ".join(named))
+    ids: dict[str, int | None] = {}
+    for role, names in _KNOWN_NAMES.items():
+        wanted = [roles[role]] if role in roles else names
+        ids[role] = next((named[name] for name in wanted if name is not None and name in named), None)
+    if "separator" not in roles and ids["separator"] is None:
+        ids["separator"] = ids["bos"]
+    return Specials(**ids, named=tuple(sorted(named.items(), key=lambda item: item[1])))
+
+
+def _mark_special(backend: tokenizers.Tokenizer, names: Iterable[str]) -> None:
+    """Make special those of the names that the vocabulary has; what else is said of a token (lstrip, ...) stays."""
+    from tokenizers import AddedToken
+
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for name in names:
+        token = added.get(name, AddedToken(name, normalized=False))
+        if backend.token_to_id(name) is not None and not (name in added and token.special):
+            token.special = True
+            backend.add_special_tokens([token])
+
+
+def _merged(pair: str | list[str]) -> str:
+    """What a merge makes: ``["a", "b"]``, in older files ``"a b"``."""
+    return "".join(pair.split(" ") if isinstance(pair, str) else pair)
+
+
+def _is_cuttable(backend: tokenizers.Tokenizer) -> bool:
+    """Whether ``base.cut`` leaves the ids as they are: GPT-2's pattern cuts words, and nothing is put before a text."""
+    before = parts(backend.pre_tokenizer)
+    gpt2 = len(before) == 1 and before[0]["type"] == "ByteLevel" and before[0].get("use_regex", True)
+    return bool(gpt2) and not before[0]["add_prefix_space"] and backend.normalizer is None
+
+
+# ---------------------------------------------------------------- what a Hugging Face folder says beside the file
+
+
+def dress(backend: tokenizers.Tokenizer, settings: Settings) -> None:
+    """Give the backend the added tokens and the frame that the folder's other files speak of, as transformers does."""
+    _add_tokens(backend, settings)
+    roles = roles_of(backend, settings)
+    ids = {role: None if name is None else backend.token_to_id(name) for role, name in roles.items()}
+    named = {t.content: i for i, t in backend.get_added_tokens_decoder().items() if t.special}
+    write_frame(backend, as_configured(frame_of(backend, named), settings, {"eos": named.get("</s>"), **ids}))
+
+
+def roles_of(backend: tokenizers.Tokenizer, settings: Settings) -> dict[str, str | None]:
+    return settings.roles_in(_Names(backend))
+
+
+class _Names:
+    """``name in names``, without copying a vocabulary of 250,000."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._backend.token_to_id(name) is not None
+
+
+def _add_tokens(backend: tokenizers.Tokenizer, settings: Settings) -> None:
+    from tokenizers import AddedToken
+
+    def spelled(token: Any) -> tuple[object, ...]:
+        return token.content, token.lstrip, token.rstrip, token.single_word, token.normalized, token.special
+
+    there = {spelled(token) for token in backend.get_added_tokens_decoder().values()}
+    new = [token for _, token in sorted(settings.added.items()) if spelled(token) not in there]
+    backend.add_tokens([AddedToken(**vars(token)) for token in new])
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for token in settings.marked:
+        if token.content not in known and backend.token_to_id(token.content) is not None:
+            backend.add_special_tokens([AddedToken(**vars(token))])

@@ -1,0 +1,362 @@
+"""Tokenizers of SentencePiece models: T5, Llama, Gemma, XLM-R, XGLM, mBART, NLLB, M2M100, Marian.
+
+Ids are those of transformers' slow tokenizers (``families.py``), text is SentencePiece's own: no space is put around a
+special token, and nothing at the end of a text is stripped, because a stream has shown it already.  Special tokens are
+made of text only with ``specials=True``; Marian's ``>>fra<<`` is one.
+
+What is saved is one ``tokenizer.json``: ``{"kvad": {"kind": "sentencepiece", ...}}`` with the models in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from kvad.errors import TokenizerError
+from kvad.text.base import (
+    FILE_NAME,
+    OnUnknown,
+    check_on_unknown,
+    check_text,
+    check_texts,
+    out_of_range,
+    printable,
+    report_unknown,
+    write_text,
+)
+from kvad.text.families import FAMILIES, Family, Table
+from kvad.text.frame import LANGUAGE, Frame, as_configured, languages_of
+from kvad.text.library import find_specials
+from kvad.text.settings import ROLES, Added, Settings
+from kvad.text.spm_model import SpmModel
+from kvad.text.vocabularies import read_vocabulary
+
+__all__ = ["SUFFIXES", "SpmFiles", "SpmTokenizer", "has_spm", "load_spm"]
+
+SUFFIXES = (".model", ".spm")
+_MODERN = ("Llama", "T5")  # the families in which ``legacy: false`` says: one space, before the whole text only
+_SPACE = "▁"
+
+
+@dataclass(frozen=True)
+class SpmFiles:
+    """What a tokenizer is made of: models and vocabularies by the names of their files."""
+
+    settings: Settings
+    models: Mapping[str, bytes]
+    vocabularies: Mapping[str, Mapping[str, int]]
+
+    def to_content(self) -> dict[str, Any]:
+        return {
+            "kind": "sentencepiece",
+            "settings": self.settings.to_dict(),
+            "models": {name: base64.b64encode(content).decode("ascii") for name, content in self.models.items()},
+            "vocabularies": dict(self.vocabularies),
+        }
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any]) -> SpmFiles:
+        models = {name: base64.b64decode(text, validate=True) for name, text in content["models"].items()}
+        return cls(Settings.from_dict(content["settings"]), models, content["vocabularies"])
+
+
+class SpmTokenizer:
+    """One side of a family's tokenizer; Marian's source side hangs on its target side.
+
+    ``paths``: where the models were read, for messages.
+    """
+
+    on_unknown: OnUnknown
+    source: SpmTokenizer | None
+
+    def __init__(
+        self,
+        files: SpmFiles,
+        paths: Mapping[str, Path] = MappingProxyType({}),
+        *,
+        on_unknown: str = "warn",
+        source_side: bool = False,
+    ) -> None:
+        self.on_unknown = check_on_unknown(on_unknown)
+        self._files, settings = files, files.settings
+        family = FAMILIES[settings.family]
+        name = family.models[0 if source_side else -1]
+        self._model = SpmModel(str(paths.get(name, name)), files.models[name])
+        self.kind = self._model.kind
+        self._table = _table_of(family, self._model, files, source_side=source_side)
+        self.vocab_size = len(self._table.names)
+        named = self._table.special
+        usual = {role: family.roles.get(role) for role in ROLES if role != "separator"}
+        roles = {role: name if name in named else None for role, name in {**usual, **settings.roles}.items()}
+        self.specials = find_specials(named, roles)
+        self.languages: Mapping[str, int] = languages_of(named)
+        self._frame = self._frame_of(family)
+        self._special_ids = frozenset(named.values())
+        self._ids = _ordinary(self._table)
+        self._modern = settings.family in _MODERN and settings.flag("legacy", True) is False
+        self._finders = {wanted: _Finder(self._table, specials=wanted) for wanted in (False, True)}
+        self._model.prepare(named, prefix=not self._modern)
+        self.source = None
+        if len(family.models) > 1 and not source_side:
+            self.source = SpmTokenizer(files, paths, on_unknown=on_unknown, source_side=True)
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any], on_unknown: str = "warn") -> SpmTokenizer:
+        try:
+            files = SpmFiles.from_content(content)
+            family = FAMILIES[files.settings.family]
+            whole = set(family.models) <= set(files.models) and family.vocabulary <= bool(files.vocabularies)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TokenizerError("not what kvad saves of a SentencePiece tokenizer", "copy the file again") from error
+        if not whole:
+            raise TokenizerError("a model or a vocabulary is missing in it", "copy the file again")
+        return cls(files, on_unknown=on_unknown)
+
+    def _frame_of(self, family: Family) -> Frame:
+        ids: dict[str, int | None] = vars(self.specials)
+        sides = [
+            tuple(i for i in ({**ids, "language": LANGUAGE}[role] for role in side) if i is not None)
+            for side in (family.before, family.after)
+        ]
+        return as_configured(Frame(sides[0], sides[1], self.languages), self._files.settings, ids)
+
+    # ------------------------------------------------------------ text -> ids
+
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+        return self.encode_batch([text], specials=specials)[0]
+
+    def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]:
+        unknown: Counter[str] = Counter()
+        rows = [self._encode(text, specials, unknown) for text in check_texts(texts)]
+        has_unk = self.specials.unk is not None
+        report_unknown(unknown, "piece of text", "pieces of text", has_unk=has_unk, on_unknown=self.on_unknown)
+        return rows
+
+    def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
+        check_text(text)
+        if self._modern and text:
+            prefix = _SPACE if self._files.settings.flag("add_prefix_space", True) else ""
+            text = prefix + text.replace(_SPACE, " ")
+        tokens: list[str | int] = []  # pieces of ordinary text, ids of found tokens
+        finder = self._finders[specials]
+        for part in finder.split(text):
+            found = finder.ids.get(part)
+            if found is not None:
+                tokens.append(found)
+            else:
+                tokens += self._pieces_of(part, specials)
+        if self._modern and len(tokens) > 1 and tokens[0] == _SPACE and tokens[1] in self._special_ids:
+            del tokens[0]
+        return [token if isinstance(token, int) else self._id_of(token, unknown) for token in tokens]
+
+    def _pieces_of(self, part: str, specials: bool) -> list[str | int]:
+        if self._modern and part.startswith((_SPACE, " ")):
+            return [*self._behind_unk(part)]
+        if specials and self._files.settings.family == "Marian" and part.startswith(">>") and "<<" in part:
+            end = part.index("<<") + 2  # an unknown language is UNK, as any unknown piece
+            return [self._table.special.get(part[:end], part[:end]), *self._model.cut(part[end:])]
+        return [*self._model.cut(part)]
+
+    def _behind_unk(self, part: str) -> list[str]:
+        """The pieces of a part that starts with a space, which SentencePiece would strip from the start of a text."""
+        opening = next((name for name, i in self.specials.named if i == self.specials.unk), "<unk>")
+        return self._model.cut(opening + part)[len(self._model.cut(opening)) :]
+
+    def _id_of(self, piece: str, unknown: Counter[str]) -> int:
+        token_id = self._ids.get(piece)
+        if token_id is None:
+            unknown[piece.replace(_SPACE, " ").strip() or " "] += 1
+            return self.specials.unk or 0  # without an UNK the report of the unknown raises
+        return token_id
+
+    def frame(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
+        return self._frame.around(ids, language)
+
+    # ------------------------------------------------------------ ids -> text
+
+    def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
+        return b"".join(map(self.joiner(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
+
+    def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
+        leading = self._model.leading
+
+        def add(token_id: int) -> bytes:
+            nonlocal leading
+            special = token_id in self._special_ids
+            if special and skip_specials:
+                return b""
+            piece = self._shown(token_id)
+            if leading == "none" or not piece:
+                return piece
+            if special:
+                leading = "none"
+            elif leading == "one":
+                leading, piece = "none", piece.removeprefix(b" ")
+            else:
+                piece = piece.lstrip(b" ")
+                leading = "none" if piece else "all"
+            return piece
+
+        return add
+
+    def _shown(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self.vocab_size:
+            raise out_of_range(token_id, self.vocab_size)
+        name = self._table.names[token_id]
+        if name in self._table.flags or token_id in self._special_ids:
+            return name.encode()
+        return self._model.bytes.get(name) or name.replace(_SPACE, " ").encode()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._special_ids else self._shown(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        return printable(self._shown(token_id))
+
+    # ------------------------------------------------------------ files
+
+    @cached_property
+    def _file_text(self) -> str:
+        return json.dumps({"kvad": self._files.to_content()}, ensure_ascii=False, indent=1) + "\n"
+
+    def save(self, folder: Path) -> None:
+        write_text(Path(folder) / FILE_NAME, self._file_text)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self._file_text.encode()).hexdigest()
+
+
+def _table_of(family: Family, model: SpmModel, files: SpmFiles, *, source_side: bool) -> Table:
+    """The family's numbering, under what the folder's files say of added and special tokens."""
+    names = [*files.vocabularies]
+    vocabulary = files.vocabularies[names[0 if source_side else -1]] if names else {}
+    table = family.layout(model.pieces, vocabulary, files.settings)
+    for token_id, token in sorted(files.settings.added.items()):
+        table.put(token, token_id)
+    ids = {name: token_id for token_id, name in reversed([*enumerate(table.names)])}
+    marked = {token.content: token for token in files.settings.marked}
+    usual = {name: Added(name) for name in (*family.roles.values(), *model.controls)}
+    for name, token in {**usual, **marked}.items():
+        if name in ids:
+            table.put(table.flags.get(name, token), ids[name])
+            table.special[name] = ids[name]
+    return table
+
+
+def _ordinary(table: Table) -> dict[str, int]:
+    """Piece -> id of what ordinary text is made of; of two equal pieces the first."""
+    ids = {name: token_id for token_id, name in reversed([*enumerate(table.names)]) if name}
+    for name in table.special:
+        ids.pop(name, None)
+    return ids
+
+
+class _Finder:
+    """Cuts the added tokens out of a text, the longest first, with the rules of transformers' ``tokenize``."""
+
+    def __init__(self, table: Table, *, specials: bool) -> None:
+        self._flags = {name: token for name, token in table.flags.items() if specials or not token.special}
+        places = {name: token_id for token_id, name in enumerate(table.names) if name in self._flags}
+        self.ids = {**places, **{name: i for name, i in table.special.items() if name in self._flags}}
+        names = sorted(self._flags, key=len, reverse=True)
+        self._pattern = re.compile("(" + "|".join(map(re.escape, names)) + ")") if names else None
+
+    def split(self, text: str) -> list[str]:
+        if self._pattern is None:
+            return [text] if text else []
+        parts = [part for part in self._pattern.split(text) if part]
+        for i, part in enumerate(parts):
+            token = self._flags.get(part)
+            if token is None:
+                continue
+            left = parts[i - 1] if i > 0 else ""
+            right = parts[i + 1] if i + 1 < len(parts) else ""
+            if token.rstrip and right:
+                parts[i + 1] = right.lstrip()
+            if token.lstrip and left:
+                parts[i - 1] = left.rstrip()
+            if token.single_word and left and left[-1] != " ":
+                parts[i - 1], parts[i] = parts[i - 1] + part, ""
+            elif token.single_word and right and right[0] != " ":
+                parts[i + 1], parts[i] = part + parts[i + 1], ""
+        return [part for part in parts if part]
+
+
+# ---------------------------------------------------------------- folders
+
+
+def has_spm(folder: Path, settings: Settings) -> bool:
+    """Whether the folder's tokenizer is SentencePiece's: its class says so, or there is a model and nothing else."""
+    if settings.family in FAMILIES:
+        return True
+    older = (folder / "merges.txt").is_file() or (folder / "vocab.txt").is_file()
+    return not older and any(path.suffix in SUFFIXES for path in folder.iterdir() if path.is_file())
+
+
+def load_spm(
+    folder: Path,
+    settings: Settings,
+    file: Path | None = None,
+    *,
+    roles: Mapping[str, str | None] | None = None,
+    on_unknown: str = "warn",
+) -> SpmTokenizer:
+    """The tokenizer of a folder with SentencePiece models; ``file``: the one that was named.
+
+    Raises TokenizerError naming the file that is missing or broken, or the class that is not known.
+    """
+    settings = replace(settings, family=_family_of(folder, settings, file))
+    family = FAMILIES[settings.family]
+    paths = [folder / name for name in family.models]
+    if file is not None and len(paths) == 1:
+        paths = [file]
+    models = {name: _read_bytes(path) for name, path in zip(family.models, paths, strict=True)}
+    vocabularies = {}
+    if family.vocabulary:
+        names = ["vocab.json", "target_vocab.json"] if settings.flag("separate_vocabs") else ["vocab.json"]
+        vocabularies = {name: read_vocabulary(folder / name) for name in names}
+    if roles is not None:
+        settings = replace(settings, roles=roles)
+    where = dict(zip(family.models, paths, strict=True))
+    tokenizer = SpmTokenizer(SpmFiles(settings, models, vocabularies), where, on_unknown=on_unknown)
+    for role, name in (roles or {}).items():
+        if name is not None and name not in tokenizer.specials.names():
+            raise TokenizerError(
+                f"{folder}: the {role} token {name!r} is not among the special tokens",
+                ", ".join(tokenizer.specials.names()),
+            )
+    return tokenizer
+
+
+def _family_of(folder: Path, settings: Settings, file: Path | None) -> str:
+    if settings.family in FAMILIES:
+        return settings.family
+    names = {path.name for path in folder.iterdir()} if file is None else {file.name}
+    if settings.family in ("", "PreTrained"):
+        if {"source.spm", "target.spm"} & names:
+            return "Marian"
+        for name, family in (("spiece.model", "T5"), ("tokenizer.model", "Llama")):
+            if name in names:
+                return family
+    said = f"the class {settings.family}Tokenizer" if settings.family else "a tokenizer_config.json without a class"
+    found = ", ".join(sorted(name for name in names if Path(name).suffix in SUFFIXES))
+    raise TokenizerError(f"{folder}: {found} cannot be read with {said}", f"known: {', '.join(FAMILIES)}")
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        found = ", ".join(sorted(other.name for other in path.parent.iterdir())) if path.parent.is_dir() else "nothing"
+        raise TokenizerError(f"there is no {path.name} in {path.parent}", f"the folder holds {found}") from None
+    except OSError as error:
+        raise TokenizerError(f"cannot read {path}: {error.strerror}") from error

@@ -1,0 +1,1134 @@
+"""Chat templates: the same text as transformers, character by character; and nothing that a template does lasts."""
+
+import importlib
+import json
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from datetime import datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvad.errors import ChatTemplateError, UsageError
+from kvad.text.chat import ChatTemplate, Limits, Rendered
+
+# ---------------------------------------------------------------- templates, in the style of these families
+
+CHATML = """
+{%- for turn in messages -%}
+<|im_start|>{{ turn.role }}
+{{ turn.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+LLAMA2 = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set talk = messages[1:] %}
+    {%- set rules = '<<SYS>>\\n' + messages[0]['content'].strip() + '\\n<</SYS>>\\n\\n' %}
+{%- else %}
+    {%- set talk = messages %}
+    {%- set rules = '' %}
+{%- endif %}
+{%- for turn in talk %}
+    {%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('user and assistant must take turns: ' ~ turn['role'] ~ ' at ' ~ loop.index0) }}
+    {%- endif %}
+    {%- set said = rules + turn['content'].strip() if loop.first else turn['content'].strip() %}
+    {%- if turn['role'] == 'user' %}
+        {{- bos_token + '[INST] ' + said + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + said + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
+LLAMA3 = """
+{{- bos_token }}
+{%- macro header(role) -%}
+<|start_header_id|>{{ role }}<|end_header_id|>
+
+{% endmacro %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = "You help." %}
+{%- endif %}
+{{- header('system') }}{{ system }}
+{%- if documents %}{{ '\\n' }}{% for document in documents %}[{{ document.title | upper }}] {{ document.text }}
+{% endfor %}{% endif %}<|eot_id|>
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {{- header(message.role) + message.content | trim + '<|eot_id|>' }}
+    {%- else %}
+        {{- header(message.role) }}
+        {%- for part in message.content if part.type == 'text' %}{{ part.text | trim }}{% endfor %}
+        {{- '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ header('assistant') }}{% endif %}"""
+
+GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
+{{ raise_exception('System role not supported') }}{% endif %}
+{% for message in messages %}
+{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+MISTRAL = """
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- set ns = namespace(index=0) %}
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set ns.index = ns.index + 1 %}
+        {%- if tools and ns.index == users | length %}
+            {{- '[AVAILABLE_TOOLS] [' }}
+            {%- for tool in tools %}
+                {%- set tool = tool.function %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, value in tool.items() if key != 'return' %}
+                    {%- if value is string %}
+                        {{- '"' + key + '": "' + value + '"' }}
+                    {%- else %}
+                        {{- '"%s": %s' | format(key, value | tojson) }}
+                    {%- endif %}
+                    {%- if not loop.last %}{{ ', ' }}{% endif %}
+                {%- endfor %}
+                {{- '}}' }}{{ ', ' if not loop.last else ']' }}
+            {%- endfor %}
+            {{- '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {{- call.function | tojson }}
+            {%- if call.id is not defined or call.id | length != 9 %}
+                {{- raise_exception('Tool call ids have 9 letters') }}
+            {%- endif %}
+            {{- ', "id": "' + call.id + '"}' }}{{ ', ' if not loop.last else ']' + eos_token }}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content | string + ', "call_id": "' + message.tool_call_id }}
+        {{- '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- ' ' + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
+QWEN = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+    {{- '# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(open=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- set reply = message.content is string and message.content.startswith('<tool_response>') %}
+    {%- if ns.open and message.role == 'user' and not reply %}
+        {%- set ns.open = false %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set content = message.content or '' %}
+        {%- set thought = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set thought = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last and (loop.last or thought) %}
+            {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content.lstrip('\\n') if thought else content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if call.function %}{% set call = call.function %}{% endif %}
+            {{- '\\n<tool_call>\\n{"name": "' ~ call.name ~ '", "arguments": ' }}
+            {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+
+ZEPHYR = """{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}
+"""
+
+MASKED = """
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- message.content + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
+
+KITCHEN = """
+{#- Everything that the others leave out. -#}
+{%- macro kind(schema, depth=0) -%}
+    {%- if schema.type == 'object' -%}
+        {{ '{' }}{% for name, field in (schema.properties or {}) | dictsort %}
+        {{- name }}{{ '' if name in (schema.required or []) else '?' }}: {{ kind(field, depth + 1) -}}
+        {{ ', ' if not loop.last }}
+        {%- endfor %}{{ '}' }}
+    {%- elif schema.type == 'array' -%}
+        {{ kind(schema['items'], depth + 1) }}[]
+    {%- elif schema.enum is defined -%}
+        {{ schema.enum | map('tojson') | join(' | ') }}
+    {%- else -%}
+        {{ schema.type | default('any', true) }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro wrapped(tag) %}<{{ tag }}>{{ caller() }}</{{ tag }}>{% endmacro -%}
+{%- set ns = namespace(turns=0, roles=[]) -%}
+Today: {{ date_string if date_string is defined else strftime_now('%d %b %Y') }}
+{% for tool in tools or [] %}
+{{ loop.index }}/{{ loop.length }} {{ tool.function.name }}({{ kind(tool.function.parameters) }}):
+    {{- ' ' + tool.function.description | replace('\\n', ' ') | capitalize }}
+{% else %}
+no tools
+{% endfor %}
+{% for message in messages %}
+    {% if message.role == 'skip' %}{% continue %}{% endif %}
+    {% if message.role == 'stop' %}{% break %}{% endif %}
+    {% set ns.turns = ns.turns + 1 %}
+    {% set ns.roles = ns.roles + [message.role] %}
+    {% call wrapped(message.role | lower) %}
+{% set text = message.content if message.content is string else message.content | map(attribute='text') | join('|') %}
+{{ text | indent(2) }}
+    {%- endcall %}
+
+{% endfor %}
+{% set summary %}{{ ns.turns }} turns, {{ ns.roles | unique | sort | join('/') }}{% endset %}
+{{ "%-12s|" % summary[:10] }}{{ '{:>4}|{!r}'.format(ns.turns, 'it\\'s') }} {{ 7 // 2 }} {{ 2 ** 5 }} {{ 1.5 * 2 }}
+{{- ' ' }}{{ -ns.turns }} {{ [1, 2.0, none, true, 'a'] }}
+{{- ' ' ~ (messages | first).role ~ (messages | last).get('name', '-') ~ missing ~ ('x' if missing is defined) }}
+{%- filter upper %} done {{ eos_token }}{% endfilter %}
+{%- if add_generation_prompt %}{{ '\\n<assistant>' }}{% endif %}"""
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama2": LLAMA2,
+    "llama3": LLAMA3,
+    "gemma": GEMMA,
+    "mistral": MISTRAL,
+    "qwen": QWEN,
+    "zephyr": ZEPHYR,
+    "masked": MASKED,
+    "kitchen": KITCHEN,
+}
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": ["<|im_start|>", "<|im_end|>"]}
+NOW = datetime(2026, 3, 9, 12, 30)
+
+
+def said(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "tells the weather <of> a town\nnow",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "town": {"type": "string"},
+                    "unit": {"enum": ["°C", "°F"]},
+                    "days": {"type": "array", "items": {"type": "object", "properties": {"n": {"type": "integer"}}}},
+                },
+                "required": ["town"],
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "time", "description": "é", "parameters": {"type": "object"}}},
+]
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"town": "Köln"}}}
+TALKS = {
+    "one": said(("user", "Hi & <bye>")),
+    "two": said(("user", " Hi\n"), ("assistant", "\nHello 'you' ")),
+    "three": said(("user", "Hi"), ("assistant", "Hello"), ("user", "Grüß 🙂\r\n\ttab")),
+    "system": said(("system", " Be brief. "), ("user", "Hi"), ("assistant", "Yes."), ("user", "")),
+    "thinking": said(("user", "2+2"), ("assistant", "<think>\nfour\n</think>\n\n4")),
+    "parts": [{"role": "user", "content": [{"type": "text", "text": " a "}, {"type": "text", "text": "b"}]}],
+    "tools": [
+        *said(("system", "Use tools."), ("user", "Weather?")),
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": '{"t": 7}', "tool_call_id": "abcdefghi", "name": "weather"},
+        {"role": "tool", "content": "8", "tool_call_id": "abcdefghi", "name": "weather"},
+        *said(("assistant", "7 degrees"), ("user", "Thanks")),
+    ],
+    "odd": said(("skip", "x"), ("User", "a\nb"), ("stop", "y"), ("user", "z")),
+    "assistant": said(("assistant", "I begin"), ("user", "so")),
+}
+CASES = [(name, talk) for name in TEMPLATES for talk in TALKS]
+
+
+def template(name, **settings):
+    return ChatTemplate(TEMPLATES.get(name, name), SPECIALS, **settings)
+
+
+# ---------------------------------------------------------------- the judge
+
+
+@pytest.fixture(scope="module")
+def judge():
+    """``judge(source, messages, **arguments)``: what transformers makes of them, or the error that it raises."""
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.bos_token, tokenizer.eos_token = SPECIALS["bos_token"], SPECIALS["eos_token"]
+    tokenizer.additional_special_tokens = SPECIALS["additional_special_tokens"]
+
+    def ask(source, messages, **arguments):
+        try:
+            return tokenizer.apply_chat_template(
+                messages, chat_template=source, **{"tokenize": False, "strftime_now": NOW.strftime, **arguments}
+            )
+        except Exception as error:  # whatever it is
+            return error
+
+    return ask
+
+
+def ours(source, messages, *, variables=None, **arguments):
+    try:
+        return template(source).render(messages, now=NOW, variables=variables, **arguments)
+    except ChatTemplateError as error:
+        return error
+
+
+def agree(judge, name, messages, *, variables=None, generation_prompt=False, continue_final=False, **arguments):
+    theirs = judge(
+        TEMPLATES.get(name, name),
+        messages,
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continue_final,
+        **arguments,
+        **(variables or {}),
+    )
+    mine = ours(
+        name,
+        messages,
+        variables=variables,
+        generation_prompt=generation_prompt,
+        continue_final=continue_final,
+        **arguments,
+    )
+    assert isinstance(theirs, Exception) == isinstance(mine, Exception), (theirs, mine)
+    if not isinstance(theirs, Exception):
+        assert mine.text == theirs
+    return not isinstance(theirs, Exception)
+
+
+@pytest.mark.parametrize(("name", "talk"), CASES)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+def test_the_text_is_that_of_transformers(judge, name, talk, tools):
+    for generation_prompt in (False, True):
+        agree(judge, name, TALKS[talk], tools=tools, generation_prompt=generation_prompt)
+    documents = [{"title": "a", "text": "b <c>"}]
+    agree(judge, name, TALKS[talk], tools=tools, documents=documents, variables={"enable_thinking": False})
+
+
+def test_most_of_these_cases_render(judge):
+    """The comparison above would be content with templates that always fail."""
+    rendered = [agree(judge, name, TALKS[talk]) for name, talk in CASES]
+    assert sum(rendered) > 0.7 * len(CASES)
+    assert {name for (name, _), fine in zip(CASES, rendered, strict=True) if fine} == set(TEMPLATES)
+
+
+@pytest.mark.parametrize(("name", "talk"), CASES)
+def test_the_final_message_goes_on_as_in_transformers(judge, name, talk):
+    agree(judge, name, TALKS[talk], continue_final=True)
+
+
+ROLE = st.sampled_from(["user", "assistant", "system", "tool"])
+WORDS = st.text(st.sampled_from("ab <>&\"'\\\n\t{}%é🙂"), max_size=12) | st.sampled_from(
+    ["</think>", "<think>", "</s>"]
+)
+MESSAGE = st.builds(lambda role, content: {"role": role, "content": content}, ROLE, WORDS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(sorted(TEMPLATES)), messages=st.lists(MESSAGE, min_size=1, max_size=6), data=st.data())
+def test_any_conversation_is_that_of_transformers(judge, name, messages, data):
+    ending = data.draw(st.sampled_from([{}, {"generation_prompt": True}, {"continue_final": True}]))
+    agree(judge, name, messages, tools=data.draw(st.sampled_from([None, [], TOOLS])), **ending)
+
+
+EXPRESSIONS = [
+    "{{ {'b': 1, 'a': [1.0, none, true, 'é<>&\\'', '\\u2028']} | tojson }}",
+    "{{ {'b': 1, 'a': [1, {'c': 2}]} | tojson(indent=2) }}",
+    "{{ {'b': 'é', 'a': 1} | tojson(true, sort_keys=true, separators=(',', ':')) }}",
+    "{{ '<a>' | tojson(false, 4) }}{{ [[1], []] | tojson(indent='--') }}",
+    "{{ {'a': 1} }}{{ ['a', \"it's\"] }}{{ (1,) }}{{ none }}{{ true }}{{ 1e20 }}{{ 0.1 + 0.2 }}{{ 10 ** 30 }}",
+    "{{ 'a,b,,c'.split(',') }}{{ ' a  b '.split() }}{{ 'a,b,c'.rsplit(',', 1) }}{{ 'a\\nb'.splitlines() }}",
+    "{{ 'abc'[::-1] }}{{ 'abc'[1] }}{{ [1, 2, 3][:-1] }}{{ (1, 2)[0] }}{{ 'abc'[9] is defined }}",
+    "{{ 'a'.ljust(5, '.') }}{{ 'a'.zfill(3) }}{{ 'a'.center(5) }}{{ 'a\\tb'.expandtabs(4) }}{{ 'aXa'.swapcase() }}",
+    "{{ 'a-b'.partition('-') }}{{ 'aab'.strip('a') }}{{ 'aab'.rfind('a') }}{{ 'prefix'.removeprefix('pre') }}",
+    "{{ 'aaa'.replace('a', 'b', 2) }}{{ 'aaa' | replace('a', 'b', 2) }}{{ 'ab'.replace('', '-') }}",
+    "{{ '{0} {a:>5} {1!r:.3} {b[k]} {{}}'.format(1, 'text', a='x', b={'k': 2}) }}{{ '{a}'.format_map({'a': 1}) }}",
+    "{{ '%s %5.2f %-5d| %% %(a)s' | format(a=1) if false else '%s %5.2f %-5d|%r' % ('a', 1.5, 3, 'é') }}",
+    "{{ '%(a)s%%' % {'a': [1]} }}{{ '%*d' % (5, 1) }}{{ '%s' % 'a' }}{{ '%s' | format({'a': 1}) }}",
+    "{{ range(3) | list }}{{ range(10, 0, -3) | list }}{% for i in range(2) %}{{ loop.revindex }}{% endfor %}",
+    "{{ [3, 1, 2] | sort }}{{ ['b', 'A'] | sort(case_sensitive=true) }}{{ {'b': 1, 'a': 2} | dictsort }}",
+    "{{ [1, 2, 3, 4, 5] | batch(2, 0) | list }}{{ [1, 2, 3, 4, 5] | slice(2) | list }}{{ [[1], [2]] | sum(start=[]) }}",
+    "{{ [{'a': 1}, {'a': 2}] | sum('a') }}{{ [1, 2] | sum }}{{ [1, 5, 2] | max }}{{ ['a', 'B'] | min }}",
+    "{{ [{'a': 1, 'b': 2}, {'a': 1, 'b': 3}] | groupby('a') }}",
+    "{{ ['a', 'b'] | map('upper') | join(', ') }}{{ [{'x': 1}, {}] | map(attribute='x', default=0) | list }}",
+    "{{ [0, 1, 2] | select | list }}{{ [1, 2, 3] | reject('odd') | list }}{{ [{'a': 0}] | rejectattr('a') | list }}",
+    "{{ 'a b' | title }}{{ 'a' | center(5) }}{{ ' a ' | trim }}{{ '--a' | trim('-') }}{{ 'a b c' | wordcount }}",
+    "{{ 'a\\nb' | indent }}{{ 'a\\nb' | indent('>', true) }}{{ 'a b c d' | truncate(5) }}{{ 'a b c' | wordwrap(3) }}",
+    "{{ '<a href>' | escape }}{{ '<a>' | e | string }}{{ '<a> b' | striptags }}{{ 'a b/c' | urlencode }}",
+    "{{ ('<b>' | safe) ~ '<' }}{{ ('<b>{}' | safe).format('<') }}{{ ('%s' | safe) % '<' }}{{ '<' | forceescape }}",
+    "{% autoescape true %}{{ '<' }}{{ '<' | safe }}{{ '<' ~ '>' }}{% endautoescape %}{{ '<' }}",
+    "{{ 3.7 | int }}{{ '0x1f' | int(0, 16) }}{{ '1.5' | float }}{{ 'x' | int(7) }}{{ 2.567 | round(2) }}",
+    "{{ 7 | round(-1) }}",
+    "{{ 1000000 | filesizeformat }}{{ -3 | abs }}{{ {'a': 1} | pprint }}{{ {'a': 'b'} | xmlattr }}",
+    "{{ missing }}{{ missing | default('d') }}{{ missing is undefined }}{{ (missing | length) }}{{ [] | first }}",
+    (
+        "{{ {'a': 1}.get('b', 2) }}{{ {'a': 1}.items() | list }}{% for k, v in {'a': 1} | items %}{{ k }}{{ v }}"
+        "{% endfor %}"
+    ),
+    "{{ {'items': 1}['items'] }}{{ {'a': 1}.keys() | list }}{{ {'a': 1} == {'a': 1.0} }}{{ 'a' in {'a': 1} }}",
+    "{{ 1 in [1] }}",
+    "{{ 1 < 2 < 3 }}{{ 'a' not in 'b' }}{{ not 1 }}{{ 1 and 0 or 'x' }}{{ 7 % 3 }}{{ -7 // 2 }}{{ 7 / 2 }}{{ +1 }}",
+    "{{ 4 is divisibleby 2 }}{{ 'a' is in 'ab' }}{{ 1 is sameas 1 }}{{ 'A' is upper }}{{ {} is mapping }}",
+    "{{ '' is iterable }}",
+    "{% set a, b = 1, [2] %}{{ a }}{{ b }}{% with c = 3 %}{{ c }}{% endwith %}{{ c is defined }}",
+    (
+        "{% set ns = namespace({'a': 1}, b=2) %}{% for i in [1, 2] %}{% set ns.a = ns.a + i %}{% endfor %}"
+        "{{ ns.a }}{{ ns.b }}"
+    ),
+    (
+        "{% for i in [1, 2] recursive %}{{ i }}{{ loop.depth }}{{ loop([3]) if i is number and i == 1 else '' }}"
+        "{% endfor %}"
+    ),
+    (
+        "{% for a in [1, 1, 2] %}{{ loop.changed(a) }}{{ loop.cycle('x', 'y') }}{{ loop.previtem }}"
+        "{{ loop.nextitem }}{% endfor %}"
+    ),
+    "{% for c in 'aé🙂' %}{{ c }}{{ loop.length }}{% endfor %}{% for k in {'a': 1} %}{{ k }}{% else %}none{% endfor %}",
+    "{% for x in [1, 2, 3, 4] | select('even') if x > 2 %}{{ x }}{{ loop.last }}{% endfor %}",
+    (
+        "{% macro m(a, b='d') %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1) }}"
+        "{{ m(1, 2, 3, x=4) }}{{ m.name }}"
+    ),
+    (
+        "{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.current }}{% set j = joiner(',') %}"
+        "{{ j() }}{{ j() }}"
+    ),
+    "{% block b %}x{% endblock %}{{ self.b() }}{{ dict(a=1, b=[2]) }}{{ dict({'a': 1}) }}",
+    (
+        "{% set x %}  <{{ 1 }}>  {% endset %}[{{ x }}]{% set y | upper %}a{% endset %}{{ y }}"
+        "{% filter replace('a', 'b') %}a{% endfilter %}"
+    ),
+    "{% if false %}{% endif %}  \n  {%- if true -%}  x  {%- endif +%}  \n{# c #}\n  {% raw %}{{ x }}{% endraw %}\n\n",
+    "{{ bos_token }}{{ eos_token }}{{ additional_special_tokens | join }}{{ pad_token }}{{ unk_token is defined }}",
+    "{{ messages | length }}{{ tools }}{{ documents }}{{ add_generation_prompt }}{{ messages[0]['role'] }}",
+    "{{ messages }}",
+    "{{ 'ǆß'.upper() }}{{ 'ß' | title }}{{ 'İ'.lower() | length }}{{ 'a'.isalpha() }}{{ 'ABC'.casefold() }}",
+    "{{ '½'.isnumeric() }}",
+    "{{ {'a': 1} | attr('a') is defined }}{{ 'a' | attr('upper') is callable }}{{ 'x' is filter }}",
+    "{{ 'upper' is filter }}",
+    "{{ strftime_now('%Y-%m-%d %H:%M') }}{{ 5 | string ~ 'a' }}{{ [1, [2]] | string }}{{ 'a' * 3 }}{{ [0] * 2 }}",
+    "{{ 2 * (1,) }}",
+]
+
+
+@pytest.mark.parametrize("source", EXPRESSIONS)
+def test_every_part_of_the_language(judge, source):
+    assert agree(judge, source, TALKS["one"]), ours(source, TALKS["one"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ missing.a }}",
+        "{{ missing() }}",
+        "{{ messages[0].nothing.more }}",
+        "{{ 'a' + 1 }}",
+        "{{ 'a' | nofilter }}",
+        "{{ 'a' is notest }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('no') }}",
+        "{{ missing | tojson }}",
+        "{{ [1] | sum(start='') }}",
+        "{{ 'a'() }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ 1 / 0 }}",
+        "{{ ['a', 1] | sort }}",
+        "{{ range(10 ** 6) }}",
+        "{% for x in 3 %}{% endfor %}",
+        "{% include 'a' %}",
+        "{% set messages.a = 1 %}",
+    ],
+)
+def test_what_fails_there_fails_here(judge, source):
+    assert not agree(judge, source, TALKS["one"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [MASKED, CHATML, f"{MASKED}{MASKED}", "x{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}"],
+)
+@pytest.mark.parametrize("talk", ["one", "two", "system", "thinking", "assistant"])
+def test_masks_are_those_of_transformers(judge, source, talk):
+    arguments = {"return_assistant_tokens_mask": True, "return_dict": True, "tokenize": True}
+    theirs = judge(source, TALKS[talk], **arguments)["assistant_masks"]
+    rendered = ours(source, TALKS[talk])
+    if "{% generation %}a" in source:  # blocks within blocks: they count the inner one at the place of the outer one
+        assert rendered.marks is None
+        return
+    mask = [0] * len(rendered.text)
+    for start, end in rendered.spans:
+        mask[start:end] = [1] * (end - start)
+    assert mask == theirs and rendered.text.isascii()
+
+
+# ---------------------------------------------------------------- goldens: the same without the judge
+
+GOLDENS = {
+    ("chatml", "three"): (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nGrüß 🙂\r\n"
+        "\ttab<|im_end|>\n<|im_start|>assistant\n"
+    ),
+    ("llama2", "system"): "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Yes. </s><s>[INST]  [/INST]",
+    ("llama3", "parts"): (
+        "<s><|start_header_id|>system<|end_header_id|>\n\nYou "
+        "help.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+        "ab<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    ),
+    ("gemma", "three"): (
+        "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello<end_of_turn>\n<start_of_turn>user\n"
+        "Grüß 🙂\r\n\ttab<end_of_turn>\n<start_of_turn>model\n"
+    ),
+    ("mistral", "tools"): (
+        '<s> Use tools.</s>[INST] Weather?[/INST][TOOL_CALLS] [{"name": "weather", "arguments": {"town": "Köln"}}, '
+        '"id": "abcdefghi"}]</s>[TOOL_RESULTS] {"content": {"t": 7}, "call_id": '
+        '"abcdefghi"}[/TOOL_RESULTS][TOOL_RESULTS] {"content": 8, "call_id": "abcdefghi"}[/TOOL_RESULTS] 7 '
+        'degrees</s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "weather", "description": "tells '
+        'the weather <of> a town\nnow", "parameters": {"type": "object", "properties": {"town": {"type": '
+        '"string"}, "unit": {"enum": ["°C", "°F"]}, "days": {"type": "array", "items": {"type": "object", '
+        '"properties": {"n": {"type": "integer"}}}}}, "required": ["town"]}}}, {"type": "function", "function": '
+        '{"name": "time", "description": "é", "parameters": {"type": "object"}}}][/AVAILABLE_TOOLS][INST] '
+        "Thanks[/INST]"
+    ),
+    ("qwen", "tools"): (
+        '<|im_start|>system\nUse tools.\n\n# Tools\n\n<tools>\n{"type": "function", "function": {"name": '
+        '"weather", "description": "tells the weather <of> a town\\nnow", "parameters": {"type": "object", '
+        '"properties": {"town": {"type": "string"}, "unit": {"enum": ["°C", "°F"]}, "days": {"type": "array", '
+        '"items": {"type": "object", "properties": {"n": {"type": "integer"}}}}}, "required": ["town"]}}}\n'
+        '{"type": "function", "function": {"name": "time", "description": "é", "parameters": {"type": "object"}}}\n'
+        '</tools><|im_end|>\n<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n\n<tool_call>\n{"name": '
+        '"weather", "arguments": {"town": "Köln"}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n'
+        '{"t": 7}\n</tool_response>\n<tool_response>\n8\n</tool_response><|im_end|>\n<|im_start|>assistant\n7 '
+        "degrees<|im_end|>\n<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n"
+    ),
+    ("qwen", "thinking"): (
+        "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\nfour\n</think>\n\n4<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    ),
+    (
+        "zephyr",
+        "system",
+    ): "<|system|>\n Be brief. </s>\n<|user|>\nHi</s>\n<|assistant|>\nYes.</s>\n<|user|>\n</s>\n<|assistant|>\n",
+    ("masked", "two"): "<|user|>\n Hi\n\n<|assistant|>\n\nHello 'you' </s>\n<|assistant|>\n",
+    ("kitchen", "odd"): (
+        'Today: 09 Mar 2026\nno tools\n<user>a\n  b</user>\n1 turns, U  |   1|"it\'s" 3 32 3.0 -1 [1, 2.0, None, '
+        "True, 'a'] skip- DONE </S>\n<assistant>"
+    ),
+    ("kitchen", "tools"): (
+        'Today: 09 Mar 2026\n1/2 weather({days?: {n?: integer}[], town: string, unit?: "°C" | "°F"}): Tells the '
+        "weather <of> a town now\n2/2 time({}): É\n<system>Use tools.</system>\n<user>Weather?</user>\n"
+        '<assistant></assistant>\n<tool>{"t": 7}</tool>\n<tool>8</tool>\n<assistant>7 degrees</assistant>\n'
+        "<user>Thanks</user>\n7 turns, a  |   7|\"it's\" 3 32 3.0 -7 [1, 2.0, None, True, 'a'] system- DONE </S>\n"
+        "<assistant>"
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "talk"), list(GOLDENS))
+def test_goldens(name, talk):
+    tools = TOOLS if talk == "tools" else None
+    assert template(name).render(TALKS[talk], tools=tools, generation_prompt=True, now=NOW).text == GOLDENS[name, talk]
+
+
+def test_masks_without_the_judge():
+    rendered = template("masked").render(TALKS["three"])
+    assert [rendered.text[start:end] for start, end in rendered.spans] == ["Hello</s>"]
+    assert template("chatml").render(TALKS["three"]).spans == ()
+
+
+INNER = "{% macro m() %}{% generation %}a{% endgeneration %}{% endmacro %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro m() %}a{% generation %}a{% endgeneration %}{% endmacro %}b{{ m() }}",
+        INNER + "b{{ m() | upper }}",
+        INNER + "{% macro n() %}a{{ m() }}{% endmacro %}b{{ n() }}",
+        "b{% set x %}{% generation %}a{% endgeneration %}{% endset %}{{ x | upper }}",
+        "b{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
+    ],
+)
+def test_a_mask_that_nobody_knows_is_refused_but_the_text_is_not(source):
+    rendered = ours(source, TALKS["one"])
+    assert rendered.text in ("baa", "bA", "bab") and rendered.marks is None
+    with pytest.raises(ChatTemplateError, match="generation"):
+        _ = rendered.spans
+
+
+def test_a_macro_that_is_all_generation_has_a_place(judge):
+    source = "b{% macro m() %}{% generation %}ac{% endgeneration %}{% endmacro %}{{ m() }}d{{ m() }}"
+    arguments = {"return_assistant_tokens_mask": True, "return_dict": True, "tokenize": True}
+    assert judge(source, TALKS["one"], **arguments)["assistant_masks"] == [0, 1, 1, 0, 1, 1]
+    assert ours(source, TALKS["one"]).spans == ((1, 3), (4, 6))
+
+
+def test_continuing_cuts_the_masks_too():
+    rendered = template("masked").render(said(("user", "a"), ("assistant", "b c")), continue_final=True)
+    assert rendered == Rendered("<|user|>\na\n<|assistant|>\nb c", ((25, 28),))
+
+
+# ---------------------------------------------------------------- what a message must be, and what a template may say
+
+GOOD = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "there are no messages"),
+        ("Hi", "messages must be a list, not a text"),
+        (["Hi"], "messages[0] is a text, not an object"),
+        ([GOOD, {"content": "x"}], "messages[1] has no role"),
+        ([GOOD, {"role": 1, "content": "x"}], "messages[1] has a role that is a number"),
+        ([{"role": "user"}], "messages[0] (role 'user') has no content"),
+        ([{"role": "user", "content": 3}], "messages[0]: its content is a number"),
+        ([{"role": "user", "content": ["a"]}], "messages[0]: its content holds what is no object"),
+        ([{"role": "user", "content": "a", "x": {"y": [object()]}}], "messages[0].x.y[0] is a object"),
+        ([{"role": "user", "content": "a", 1: 2}], "messages[0] has the key 1, which is no text"),
+    ],
+)
+def test_messages_that_are_none(messages, says):
+    with pytest.raises(ChatTemplateError) as caught:
+        template("chatml").render(messages)
+    assert caught.value.message.startswith(says) and "\n" not in str(caught.value)
+
+
+def test_data_without_end():
+    endless = [1]
+    endless.append(endless)
+    with pytest.raises(ChatTemplateError, match="nested more than 200 levels deep"):
+        template("chatml").render([{**GOOD, "x": endless}])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"tools": {"a": 1}}, "tools must be a list of objects, not an object"),
+        ({"tools": [len]}, "tools[0] is a builtin_function_or_method, not an object"),
+        ({"documents": ["a"]}, "documents[0] is a text"),
+        ({"variables": {"messages": []}}, "the variable 'messages' is an argument of its own"),
+        ({"generation_prompt": True, "continue_final": True}, "exclude each other"),
+    ],
+)
+def test_other_arguments_that_cannot_be(arguments, says):
+    with pytest.raises(ChatTemplateError) as caught:
+        template("chatml").render([GOOD], **arguments)
+    assert says in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("a\n{% if %}", "the chat template cannot be read: line 2: Expected an expression"),
+        ("{% for a in b %}\n\n{{ a }}", "the chat template cannot be read: line 3: Unexpected end of template"),
+        ("\n\n{{ 'a' | nothing }}", "cannot be read: line 3: No filter named 'nothing'"),
+        ("a\n{{ raise_exception('No system, please: ' ~ 1) }}", "(line 2) refuses: No system, please: 1"),
+        ("\n\n{{ message.content.x }}", "(line 3) failed: 'message' is undefined"),
+        ("{% macro m() %}\n{{ 1 + 'a' }}{% endmacro %}\n\n{{ m() }}", "(line 2) failed: TypeError: unsupported"),
+        ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "it is nested too deeply"),
+        ("{% for a in b %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+        ("a" * (1 << 17), "has 131,072 characters"),
+    ],
+)
+def test_templates_that_are_wrong(source, says):
+    with pytest.raises(ChatTemplateError) as caught:
+        template(source).render([GOOD])
+    assert says in caught.value.message
+    assert isinstance(caught.value, UsageError) and caught.value.__context__ is None
+
+
+def test_the_final_message_must_appear():
+    with pytest.raises(ChatTemplateError, match="does not appear"):
+        template("{{ messages[0].content | upper }}").render([GOOD], continue_final=True)
+    with pytest.raises(ChatTemplateError, match="no text to continue"):
+        template("chatml").render([{"role": "assistant", "content": [{"type": "image"}]}], continue_final=True)
+
+
+def test_what_the_caller_gave_is_left_alone():
+    talk = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    before = json.dumps(talk)
+    template("llama3").render(talk, continue_final=True)
+    assert json.dumps(talk) == before
+
+
+def test_the_clock_is_the_wall_clock_unless_told():
+    assert template("{{ strftime_now('%Y') }}").render([GOOD], now=NOW).text == "2026"
+    assert abs(int(template("{{ strftime_now('%Y') }}").render([GOOD]).text) - datetime.now().year) <= 1
+
+
+# ---------------------------------------------------------------- files
+
+
+def write(folder, files):
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return folder
+
+
+LISTED = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}, {"name": "rag", "template": "R"}]
+FOLDERS = {
+    "nothing": ({}, None),
+    "config without": ({"tokenizer_config.json": {"bos_token": "<s>"}}, None),
+    "jinja": ({"chat_template.jinja": "J\n"}, {"default": "J\n"}),
+    "config": ({"tokenizer_config.json": {"chat_template": "C"}}, {"default": "C"}),
+    "list": ({"tokenizer_config.json": {"chat_template": LISTED}}, {"default": "D", "tool_use": "T", "rag": "R"}),
+    "both": ({"tokenizer_config.json": {"chat_template": "C"}, "chat_template.jinja": "J"}, {"default": "J"}),
+    "more": (
+        {"chat_template.jinja": "J", "additional_chat_templates/tool_use.jinja": "T"},
+        {"default": "J", "tool_use": "T"},
+    ),
+    "legacy": ({"chat_template.json": {"chat_template": "L"}}, {"default": "L"}),
+    "late legacy": ({"chat_template.json": {"chat_template": "L"}, "chat_template.jinja": "J"}, {"default": "J"}),
+}
+
+
+@pytest.mark.parametrize("files", FOLDERS)
+def test_where_templates_come_from(tmp_path, files):
+    found = ChatTemplate.load(write(tmp_path, FOLDERS[files][0]))
+    assert (found and found.templates) == FOLDERS[files][1]
+
+
+ADDED = {"content": "<e>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+SPECIAL_FILES = {
+    "texts": {"tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": None}},
+    "objects": {"tokenizer_config.json": {"eos_token": {"__type": "AddedToken", **ADDED}, "sep_token": "[SEP]"}},
+    "map only": {"special_tokens_map.json": {"bos_token": "<s>", "eos_token": ADDED, "pad_token": "</s>"}},
+    "map wins": {
+        "tokenizer_config.json": {"bos_token": "<a>", "additional_special_tokens": ["<x>"]},
+        "special_tokens_map.json": {"bos_token": "<b>", "additional_special_tokens": ["<y>", ADDED, "<x>"]},
+    },
+    "decoder wins": {
+        "tokenizer_config.json": {"bos_token": "<a>", "added_tokens_decoder": {"0": {**ADDED, "special": True}}},
+        "special_tokens_map.json": {"bos_token": "<b>"},
+    },
+    "extra": {"tokenizer_config.json": {"bos_token": "<a>", "extra_special_tokens": {"image_token": "<i>"}}},
+}
+
+
+@pytest.mark.parametrize("files", SPECIAL_FILES)
+def test_special_tokens_are_those_of_transformers(tmp_path, files):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models
+
+    write(tmp_path, {"chat_template.jinja": "J", **SPECIAL_FILES[files]})
+    Tokenizer(models.BPE(vocab={"<e>": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).special_tokens_map
+    assert ChatTemplate.load(tmp_path).specials == theirs
+
+
+def test_special_tokens_without_the_judge(tmp_path):
+    write(
+        tmp_path, {"chat_template.jinja": "{{ bos_token }}|{{ image_token }}|{{ eos_token }}", **SPECIAL_FILES["extra"]}
+    )
+    found = ChatTemplate.load(tmp_path)
+    assert found.render([GOOD]).text == "<a>|<i>|"
+    assert found.render([GOOD], variables={"bos_token": "<z>"}).text == "<z>|<i>|"
+
+
+def test_which_template_renders(tmp_path):
+    write(tmp_path, FOLDERS["list"][0])
+    found = ChatTemplate.load(tmp_path)
+    assert found.render([GOOD]).text == "D" and found.render([GOOD], tools=TOOLS).text == "T"
+    assert found.render([GOOD], tools=[]).text == "T"  # as in transformers: tools were given, if none
+    assert ChatTemplate.load(tmp_path, name="rag").render([GOOD], tools=TOOLS).text == "R"
+    with pytest.raises(ChatTemplateError, match="did you mean 'tool_use'"):
+        ChatTemplate.load(tmp_path, name="tool-use")
+    with pytest.raises(ChatTemplateError, match="no default"):
+        ChatTemplate({"a": "A", "b": "B"}).render([GOOD])
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"tokenizer_config.json": "{"}, "tokenizer_config.json: not JSON: line 1, column 2"),
+        ({"tokenizer_config.json": "[]"}, "expected an object, found a list"),
+        ({"tokenizer_config.json": {"chat_template": 3}}, "neither a text nor a list"),
+        ({"tokenizer_config.json": {"chat_template": [{"name": "a"}]}}, "neither a text nor a list"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path, files, says):
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate.load(write(tmp_path, files))
+    assert says in caught.value.message and str(tmp_path) in caught.value.message
+
+
+def test_files_that_are_no_text(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")
+    with pytest.raises(ChatTemplateError, match="not UTF-8 at byte 1"):
+        ChatTemplate.load(tmp_path)
+    with pytest.raises(ChatTemplateError, match="there is no folder"):
+        ChatTemplate.load(tmp_path / "absent")
+
+
+# ---------------------------------------------------------------- attacks: a second, a little memory, a line
+
+LONG = "{% for i in range(100000) %}"
+GROW = (
+    "{% set ns = namespace(a=(1,), b=(1,)) %}{% for i in range(60) %}"
+    "{% set ns.a = (ns.a, ns.a) %}{% set ns.b = (ns.b, ns.b) %}{% endfor %}"
+)
+LISTS = "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
+ATTACKS = {
+    "loops": "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
+    "loop filter": "{% for i in range(100000) %}{% for j in range(100000) if false %}{% endfor %}{% endfor %}",
+    "continue": "{% for i in range(100000) %}{% for j in range(100000) %}{% continue %}{% endfor %}{% endfor %}",
+    "print": "{% set a = 'a' * 1000000 %}{% for i in range(1000) %}{{ a }}{% endfor %}",
+    "print in macro": "{% macro m(a) %}" + LONG + "{{ a }}{% endfor %}{% endmacro %}{{ m('a' * 1000000) }}",
+    "set block": "{% set b %}{% for i in range(100000) %}{{ 'a' * 100000 }}{% endfor %}{% endset %}{{ b|length }}",
+    "filter block": "{% filter upper %}{% for i in range(100000) %}{{ 'a' * 100000 }}{% endfor %}{% endfilter %}",
+    "multiply": "{{ 'a' * 10**9 }}",
+    "multiply left": "{{ 10**9 * 'a' }}",
+    "multiply list": "{{ ([1] * 10**9)|length }}",
+    "multiply tuple": "{{ ((1,) * 10**9)|length }}",
+    "doubling": "{% set ns = namespace(a='ab') %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "doubling ~": "{% set ns = namespace(a='ab') %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
+    "doubling list": "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
+    "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "tree": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "recursive loop": "{% set a = [1, 1] %}{% for i in a recursive %}{{ loop(a) }}{% endfor %}",
+    "block": "{% block x %}{{ self.x() }}{% endblock %}",
+    "call": (
+        "{% macro m() %}{{ caller() }}{% endmacro %}{% macro f() %}{% call m() %}{{ f() }}{{ f() }}{% endcall %}{% "
+        "endmacro %}{{ f() }}"
+    ),
+    "ljust": "{{ 'x'.ljust(10**9) }}",
+    "center": "{{ 'x'|center(10**9) }}",
+    "zfill": "{{ 'x'.zfill(10**9) }}",
+    "expandtabs": "{{ '\\t'.expandtabs(10**9) }}",
+    "printf": "{{ '%1000000000d' % 1 }}",
+    "printf star": "{{ '%*d' % (10**9, 1) }}",
+    "printf precision": "{{ '%.1000000000f' % 1.0 }}",
+    "printf filter": "{{ '%1000000000d'|format(1) }}",
+    "printf mapping": "{{ ('%(a)s' * 100000) % {'a': 'b' * 100000} }}",
+    "format": "{{ '{:1000000000}'.format(1) }}",
+    "format nested": "{{ '{:{w}}'.format(1, w=10**9) }}",
+    "format many": "{{ ('{0}' * 50000).format('b' * 1000000) }}",
+    "format_map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+    "format indirect": "{% set f = 'x'['format'] %}{{ '{:1000000000}'|attr('format')(1) }}",
+    "range": "{{ range(10**9)|list }}",
+    "range sum": "{{ range(10**9)|sum }}",
+    "join": "{{ ('a' * 1000000).join(['b'] * 10000) }}",
+    "join filter": "{{ (['b'] * 10000)|join('a' * 1000000) }}",
+    "replace": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
+    "replace filter": "{{ ('a' * 1000000)|replace('a', 'b' * 1000000) }}",
+    "replace empty": "{{ ('a' * 1000000).replace('', 'b' * 1000) }}",
+    "indent": "{{ ('\\n' * 100000)|indent(100000, blank=true) }}",
+    "tojson indent": "{{ [1, [2]]|tojson(indent=10**9) }}",
+    "tojson separators": "{{ ([1] * 100000)|tojson(separators=['a' * 100000, 'b']) }}",
+    "batch": "{{ [1]|batch(10**9, 0)|list }}",
+    "slice": "{{ [1]|slice(10**9)|list }}",
+    "round": "{{ 1|round(-10**9) }}{{ 5|round(10**9, 'floor') }}",
+    "round down": "{{ 5|round(-1000000000) }}",
+    "factorial": "{% set ns = namespace(a=3) %}{% for i in range(100000) %}{% set ns.a = ns.a * ns.a %}{% endfor %}",
+    "wordwrap": "{{ ('a b ' * 4000)|wordwrap(1, wrapstring='x' * 1000000) }}",
+    "lipsum": "{{ lipsum(n=10**9) }}",
+    "urlize": "{{ ('www.a.com ' * 100000)|urlize }}",
+    "striptags": "{{ ('<!---->' * 500000)|striptags }}",
+    "pprint": (
+        "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}{{ "
+        "ns.a|pprint }}"
+    ),
+    "shared repr": GROW + "{{ ns.a }}",
+    "shared tojson": GROW + "{{ ns.a|tojson }}",
+    "shared ns": (
+        "{% set ns = namespace(a=[1]) %}{% for i in range(60) %}{% set ns.a = [namespace(b=ns.a), "
+        "namespace(b=ns.a)] %}{% endfor %}{{ ns.a }}"
+    ),
+    "shared eq": GROW + "{{ ns.a == ns.b }}",
+    "shared test": GROW + "{{ ns.a is eq ns.b }}",
+    "shared in": GROW + "{{ ns.a in [ns.b] }}",
+    "shared hash": GROW + "{{ {ns.a: 1} }}",
+    "shared lookup": GROW + "{{ {}[ns.a] }}",
+    "shared get": GROW + "{{ {}.get(ns.a) }}",
+    "shared unique": GROW + "{{ [ns.a]|unique|list }}",
+    "shared sort": GROW + "{{ [ns.a, ns.b]|sort }}",
+    "shared changed": GROW + "{% for x in [ns.a, ns.b] %}{{ loop.changed(x) }}{% endfor %}",
+    "shared views": (
+        "{% set ns = namespace(a={'a': 1}) %}{% for i in range(60) %}{% set ns.a = {'a': ns.a.values(), 'b': "
+        "ns.a.values()} %}{% endfor %}{{ ns.a }}"
+    ),
+    "deep": "{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% set ns.a = [ns.a] %}{% endfor %}{{ ns.a }}",
+    "hoard": (
+        "{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% set ns.a = [ns.a, 'a' * 1000000] %}{% endfor %}"
+    ),
+    "hoard slices": (
+        "{% set s = 'a' * 1000000 %}{% set ns = namespace(a=[]) %}{% for i in range(1, 100000) %}{% set ns.a = "
+        "[ns.a, s[i:]] %}{% endfor %}"
+    ),
+    "hoard small": (
+        "{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% for j in range(1000) %}{% set ns.a = [ns.a, "
+        "j ~ 'a'] %}{% endfor %}{% endfor %}"
+    ),
+    "hoard splits": (
+        "{% set s = 'a ' * 200000 %}{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% set ns.a = [ns.a, "
+        "s.split()] %}{% endfor %}"
+    ),
+    "hoard chars": (
+        "{% set s = '😀' * 200000 %}{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% set ns.a = [ns.a, "
+        "s|list] %}{% endfor %}"
+    ),
+    "hoard batches": (
+        "{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% set ns.a = [ns.a, "
+        "range(100000)|batch(1)|list] %}{% endfor %}"
+    ),
+    "hoard dicts": (
+        "{% set ns = namespace(a=[]) %}{% for i in range(100000) %}{% set ns.a = [ns.a, dict(a=i, b=i, c=i)] %}{% "
+        "endfor %}{% for i in range(100000) %}{% set ns.a = [ns.a, dict(a=i, b=i, c=i)] %}{% endfor %}"
+    ),
+    "split": "{{ ('a ' * 2000000).split()|length }}",
+    "split comma": "{{ ('a,' * 2000000).split(',')|length }}",
+    "splitlines": "{{ ('a\\n' * 2000000).splitlines()|length }}",
+    "list": "{{ ('a' * 4000000)|list|length }}",
+    "sorted": "{{ ('ba' * 2000000)|sort|length }}",
+    "rfind": "{{ ('a' * 4000000).rfind('b' + 'a' * 2000000) }}",
+    "rsplit": "{{ ('a' * 4000000).rsplit('b' + 'a' * 2000000)|length }}",
+    "strip": "{{ ('a' * 4000000).strip('b' * 2000000 + 'a')|length }}",
+    "trim": "{{ ('a' * 4000000)|trim('b' * 2000000 + 'a')|length }}",
+    "title": "{{ ('-a' * 2000000)|title|length }}",
+    "sum": "{% set a = [1] * 1000 %}{{ ([a] * 100000)|sum(start=[])|length }}",
+    "map": "{{ ([1] * 100000)|map('center', 100000)|list|length }}",
+    "map join": "{{ ([1] * 100000)|map('center', 100000)|join|length }}",
+    "strftime": "{{ strftime_now('%100000000d') }}",
+    "strftime long": "{{ strftime_now('%c' * 1000000) }}",
+    "float": "{{ ('1' * 4000000)|float }}",
+    "int": "{{ ('f' * 4000000)|int(base=16) }}",
+    "autoescape": "{% autoescape true %}{% for i in range(100000) %}{{ '<' * 100000 }}{% endfor %}{% endautoescape %}",
+    "generation": "{% generation %}{% for i in range(100000) %}{{ 'a' * 100000 }}{% endfor %}{% endgeneration %}",
+    "straight line": "{% set a = 'a' * 1000000 %}" + LONG + "{% set b = a[::-1] %}" * 2000 + "{% endfor %}",
+    "straight upper": "{% set a = 'ä' * 1000000 %}" + LONG + "{% set b = a.upper() %}" * 2000 + "{% endfor %}",
+    "straight in": "{% set a = 'a' * 1000000 %}" + LONG + "{% set b = 'b' in a %}" * 2000 + "{% endfor %}",
+    "namespace": "{% set ns = namespace() %}{% set ns.a = ns %}{% set ns.b = [ns, ns] %}{{ ns }}",
+    "odd printf": "{{ '%1000000000d' is odd }}{{ '%1000000000d' is divisibleby 2 }}",
+    "shared dict of lists": GROW + "{{ dict([ns.a, 1] | batch(2)) }}",
+    "shared dict of generators": GROW + "{{ dict([[ns.a, 1] | select]) }}",
+    "shared filter": GROW + "{{ ns.a is filter }}",
+    "shared urlencode": LISTS + "{{ [ns.a, 1] | batch(2) | urlencode }}",
+    "shared varargs": (
+        "{% set ns = namespace(a=1) %}{% macro m() %}{% set ns.a = varargs %}{% endmacro %}"
+        "{% for i in range(60) %}{{ m(ns.a, ns.a) }}{% endfor %}{{ {ns.a: 1} }}"
+    ),
+    "deep tuple": "{% set ns = namespace(a=1) %}" + LONG + "{% set ns.a = (ns.a,) %}{% endfor %}{{ {ns.a: 1} }}",
+    "deep varargs": (
+        "{% set ns = namespace(a=1) %}{% macro m() %}{% set ns.a = varargs %}{% endmacro %}"
+        "{% for i in range(100000) %}{{ m(ns.a) }}{% endfor %}{{ {ns.a: 1} }}"
+    ),
+    "shared in generator": (
+        "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(15) %}{% set ns.a = [ns.a, ns.a] %}"
+        "{% set ns.b = [ns.b, ns.b] %}{% endfor %}{{ [ns.a] in ([ns.b] * 100000) | batch(1) }}"
+    ),
+    "many arguments": ("{% macro f() %}{{ f(*varargs) }}{% endmacro %}{{ f(*range(100000)) }}"),
+    "attribute": "{{ [1] | map(attribute='a.' * 2000000) | list }}",
+    "escape twice": "{{ ('<' * 4000000) | escape | forceescape | forceescape | length }}",
+    "while": (
+        "{% set ns = namespace(i=0) %}{% macro w() %}{% set ns.i = ns.i + 1 %}{% if true %}{{ w() }}{% endif %}{% "
+        "endmacro %}{{ w() }}"
+    ),
+    "not callable": "{{ ''.__class__.__mro__ }}",
+    "mro": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ namespace.__init__.__globals__ }}",
+    "cycler": "{% set c = cycler('a' * 1000000) %}{% for i in range(100000) %}{{ c.next() }}{% endfor %}",
+    "fromkeys": "{{ dict.fromkeys(range(100000), 1)|length }}",
+    "encode": "{{ 'a'.encode().center(10**9) }}",
+    "to_bytes": "{{ (1).to_bytes(10**9, 'big') }}",
+    "xmlattr": "{{ {'a': '<' * 4000000}|xmlattr }}",
+    "urlencode": "{{ ('<' * 4000000)|urlencode }}",
+    "filesizeformat": "{{ ('9' * 4000000)|filesizeformat }}",
+    "divisibleby": "{% set ns = namespace(a=3) %}{{ ('f' * 10000)|int(base=16) is divisibleby 3 }}",
+    "include": "{% include 'x' %}",
+    "import": "{% import 'os' as os %}{{ os }}",
+    "extends": "{% extends 'x' %}",
+    "big kwargs": (
+        "{{ dict(**{'a': 1}) }}{% set a = [1] * 100000 %}{% macro m() %}{{ varargs|length }}{% endmacro %}{% for i "
+        "in range(100000) %}{{ m(*a) }}{% endfor %}"
+    ),
+    "loop length": (
+        "{% for i in range(100000) %}{% for j in range(100000)|batch(1) %}{% if loop.length %}{% break %}{% endif "
+        "%}{% endfor %}{% endfor %}"
+    ),
+    "select": "{% for i in range(100000) %}{{ range(100000)|select|first }}{{ range(100000)|reject|list }}{% endfor %}",
+    "in generator": "{% for i in range(100000) %}{{ 'x' in range(100000)|map('string') }}{% endfor %}",
+    "in range": "{% for i in range(100000) %}{{ 'x' in range(100000) }}{% endfor %}",
+    "min": "{% for i in range(100000) %}{{ range(100000)|min }}{{ range(100000)|sum }}{% endfor %}",
+}
+HOARDS = [name for name in ATTACKS if name.startswith(("hoard", "doubling", "set", "print", "map", "loop length"))]
+QUICK = Limits(seconds=0.2)
+
+
+def attack(source, limits=QUICK):
+    """The error's message; and that it came in time."""
+    began = time.thread_time()
+    with pytest.raises(ChatTemplateError) as caught:
+        template(source, limits=limits).render([GOOD])
+    assert time.thread_time() - began < 2 * limits.seconds + 1
+    assert "\n" not in str(caught.value)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_end_in_time(name):
+    attack(ATTACKS[name])
+
+
+@pytest.mark.parametrize("name", HOARDS)
+def test_attacks_take_little_memory(name):
+    tracemalloc.start()
+    try:
+        attack(ATTACKS[name], Limits(seconds=0.5))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 120e6
+
+
+def test_the_default_is_a_second_and_4_mib():
+    began = time.thread_time()
+    assert attack(ATTACKS["loops"], Limits()).endswith("took more than 1 s of CPU")
+    assert 0.9 < time.thread_time() - began < 2
+    assert attack(ATTACKS["print"], Limits()).endswith("writes more than 4,194,304 characters")
+
+
+def test_limits_are_parameters():
+    small = template("{{ messages[0].content }}", limits=Limits(output=3))
+    assert small.render([{"role": "user", "content": "abc"}]).text == "abc"
+    with pytest.raises(ChatTemplateError, match="writes more than 3 characters"):
+        small.render([{"role": "user", "content": "abcd"}])
+
+
+def test_what_is_large_but_within_the_limits_passes():
+    talk = said(*[("user" if i % 2 == 0 else "assistant", "🙂" * 2000) for i in range(1000)])
+    for name in ("chatml", "llama2", "llama3", "gemma", "zephyr", "qwen"):
+        assert len(template(name, limits=Limits(seconds=30)).render(talk).text) > 2_000_000
+    gathered = (
+        "{% set ns = namespace(t='') %}{% for m in messages %}{% set ns.t = ns.t + m.content %}{% endfor %}{{ ns.t }}"
+    )
+    assert len(template(gathered, limits=Limits(seconds=30)).render(talk).text) == 2_000_000
+
+
+def test_an_attack_does_not_disturb_its_neighbours():
+    """Renders of one template in several threads, beside one that never ends: state is per render."""
+    shared, found, failed = template("masked"), [], []
+
+    def render(number):
+        for turn in range(20):
+            rendered = shared.render(said(("user", str(number)), ("assistant", f"{number}-{turn}")))
+            found.append([rendered.text[a:b] for a, b in rendered.spans] == [f"{number}-{turn}</s>"])
+
+    def spin():
+        try:
+            template(ATTACKS["tree"], limits=QUICK).render([GOOD])
+        except ChatTemplateError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=spin), *(threading.Thread(target=render, args=(n,)) for n in range(3))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == [True] * 60 and len(failed) == 1
+
+
+def test_the_gates_are_what_stops_it(monkeypatch):
+    """Without the clock the loop ends only where it ends; without the weights the sum is not noticed."""
+    sandbox = importlib.import_module("kvad.text.sandbox")
+    loop = "{% for i in range(40000) %}{% endfor %}x"
+    tight = Limits(seconds=0.0)
+    assert attack(loop, tight).endswith("took more than 0 s of CPU")
+    monkeypatch.setattr(sandbox.Sandbox, "tick", lambda self, cost=1: True)
+    assert template(loop, limits=tight).render([GOOD]).text == "x"
+    double = "{% set ns = namespace(a=['a']) %}{% for i in range(18) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
+    assert "walks through data" in attack(double + "{{ ns.a | string | length }}")
+    monkeypatch.setattr(sandbox.Sandbox, "weigh", lambda self, value, per_level=0: 0)
+    assert int(template(double + "{{ ns.a | string | length }}").render([GOOD]).text) > 2_000_000
+
+
+def test_a_render_leaves_nothing_behind():
+    tracemalloc.start()
+    try:
+        for name in ("hoard", "set block"):
+            attack(ATTACKS[name])
+        assert tracemalloc.get_traced_memory()[0] < 5e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_error_is_short():
+    with pytest.raises(ChatTemplateError) as caught:
+        template("{{ raise_exception('a' * 1000000) }}").render([GOOD])
+    assert len(str(caught.value)) < 1100
+
+
+def test_no_torch():
+    program = "import sys, kvad.text.chat; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "False\n"
