@@ -25,6 +25,7 @@ __all__ = [
     "TRAINING",
     "check_file",
     "entry_of",
+    "is_foreign",
     "is_run",
     "locate",
     "read_json",
@@ -74,6 +75,15 @@ def steps_of(run: Path) -> list[Path]:
 
 def is_run(path: Path) -> bool:
     return bool(steps_of(path))
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a folder is Hugging Face's rather than kvad's: its config names a ``model_type``, or no model."""
+    try:
+        content = json.loads((path / CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "kvad" not in content and ("model_type" in content or "model" not in content)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvad.cache.weights import weight_shapes
 from kvad.checkpoint.atomic import discard, new_folder, refused, sweep
 from kvad.checkpoint.folder import (
     CONFIG,
@@ -45,13 +47,13 @@ from kvad.checkpoint.folder import (
     read_manifest,
     steps_of,
 )
-from kvad.config import ModelConfig
-from kvad.errors import CheckpointError, ConfigError, UsageError, nearest
-from kvad.model.transformer import Transformer
+from kvad.checkpoint.generation import Generation
+from kvad.config import ModelConfig, from_dict, to_dict
+from kvad.errors import CheckpointError, ConfigError
 from kvad.text.base import FILE_NAME as TOKENIZER
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Checkpoint", "Tensors", "Training", "check_tensors", "load", "load_model", "save", "save_step"]
+__all__ = ["DTYPES", "Checkpoint", "Tensors", "Training", "Verify", "check_tensors", "load", "save", "save_step"]
 
 DTYPES = {
     "float64": torch.float64,
@@ -78,18 +80,30 @@ def save(
     tokenizer: Tokenizer | None,
     training: Training | None = None,
     *,
+    generation: Generation | None = None,
+    beside: Sequence[Path] = (),
+    origin: str | None = None,
     replaces: Sequence[Path] = (),
 ) -> None:
     """Write a checkpoint folder, in the place of what is there.
 
-    ``replaces``: sibling folders that give way in the same move.  Raises SaveError if the disk refuses; the
-    checkpoint that was there before is then whole, as it is after a kill at any moment.
+    ``generation``: what it says about generating; ``beside``: files that are copied as they are (a tokenizer's of
+    several files, a chat template); ``origin``: the ``model_type`` that it came from.  ``replaces``: sibling folders
+    that give way in the same move.  Raises SaveError if the disk refuses; the checkpoint that was there before is then
+    whole, as it is after a kill at any moment.
     """
     from kvad import __version__
 
     folder = Path(folder)
     with new_folder(folder, replaces=replaces) as new:
-        _write_json(new / CONFIG, {"kvad": __version__, "model": config.to_dict()})
+        content: dict[str, Any] = {"kvad": __version__, "model": config.to_dict()}
+        if generation is not None and generation != Generation():
+            content["generation"] = to_dict(generation)
+        if origin is not None:
+            content["origin"] = origin
+        _write_json(new / CONFIG, content)
+        for path in beside:
+            shutil.copyfile(path, new / path.name)
         _write_tensors(folder, new / MODEL, tensors)
         if tokenizer is not None:
             tokenizer.save(new)
@@ -109,6 +123,7 @@ def save_step(
     tokenizer: Tokenizer | None,
     training: Training | None = None,
     *,
+    generation: Generation | None = None,
     keep: int = 2,
     fresh: bool = False,
 ) -> Path:
@@ -118,7 +133,7 @@ def save_step(
     """
     folder = run / "checkpoints" / f"step-{step:08d}"
     sweep(folder.parent)  # brings back what an overwriting process had set aside when it died
-    save(folder, config, tensors, tokenizer, training, replaces=steps_of(run) if fresh else ())
+    save(folder, config, tensors, tokenizer, training, generation=generation, replaces=steps_of(run) if fresh else ())
     for old in steps_of(run)[:-keep]:
         discard(old)
     return folder
@@ -180,7 +195,34 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """None where the checkpoint has none.  Raises TokenizerError naming the file."""
-        return load_tokenizer(self.path / TOKENIZER) if TOKENIZER in self.files else None
+        known = (TOKENIZER, "tokenizer_config.json", "vocab.json", "vocab.txt")
+        return load_tokenizer(self.path) if any(name in self.files for name in known) else None
+
+    @cached_property
+    def generation(self) -> Generation:
+        """What it says about generating.  Raises ConfigError naming the key."""
+        content = read_json(self.path / CONFIG).get("generation")
+        try:
+            return Generation() if content is None else from_dict(Generation, content, "generation")
+        except ConfigError as error:
+            raise ConfigError(f"{self.path / CONFIG}: {error.message}", error.hint) from error
+
+    @cached_property
+    def origin(self) -> str | None:
+        """The ``model_type`` that it was imported from."""
+        said = read_json(self.path / CONFIG).get("origin")
+        return said if isinstance(said, str) else None
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of the table of tokens."""
+        table = self.tensors.get("embed.tokens.weight")  # mapped, not read
+        return torch.float32 if table is None else table.dtype
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Raises CheckpointError for a tensor that is missing, extra, or of another shape (both shapes are named)."""
+        check_tensors(self.tensors, weight_shapes(self.config))
+        yield from self.tensors.items()
 
     @cached_property
     def tensors(self) -> Tensors:
@@ -224,41 +266,6 @@ def load(folder: Path, *, verify: Verify = False) -> Checkpoint:
         tensors = name.endswith(".safetensors")
         check_file(path / name, entry, verify=verify is True or (verify == "tensors" and tensors))
     return Checkpoint(path, config, files)
-
-
-def load_model(
-    folder: Path, dtype: str | torch.dtype | None = None, device: str | torch.device = "cpu", *, verify: Verify = False
-) -> tuple[Transformer, Checkpoint]:
-    """The model of a checkpoint, on ``device``, in ``dtype``, for inference: eval mode, no gradients.
-
-    ``dtype`` None: as it is stored, but float16 is widened to float32 on the CPU, which cannot compute in it.  On the
-    CPU and without a change of dtype the weights stay mapped from the file.  Raises as :func:`load` does, UsageError
-    for a dtype that cannot be, and CheckpointError for a tensor that is missing, extra, or of another shape (both
-    shapes are named).
-    """
-    target = _dtype(dtype, torch.device(device))
-    checkpoint = load(folder, verify=verify)
-    with torch.device("meta"):
-        model = Transformer(checkpoint.config)
-    check_tensors(checkpoint.tensors, {name: tuple(meta.shape) for name, meta in model.state_dict().items()})
-    loaded = {}
-    for name, tensor in checkpoint.tensors.items():
-        stored_only = target is None and tensor.dtype == torch.float16 and torch.device(device).type == "cpu"
-        loaded[name] = tensor.to(device=device, dtype=torch.float32 if stored_only else target)
-    model.load_state_dict(loaded, assign=True)
-    return model.eval().requires_grad_(False), checkpoint
-
-
-def _dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:
-    if isinstance(dtype, str) and dtype not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype!r}", nearest(dtype, DTYPES))
-    chosen = DTYPES[dtype] if isinstance(dtype, str) else dtype
-    if chosen == torch.float16 and device.type == "cpu":
-        raise UsageError(
-            "float16 is for storage only on a CPU: its matrix products stall there for minutes",
-            "compute in bfloat16 or float32",
-        )
-    return chosen
 
 
 def check_tensors(found: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:

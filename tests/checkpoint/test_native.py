@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from kvad.checkpoint import native
 from kvad.checkpoint.folder import locate, steps_of
-from kvad.checkpoint.native import Training, load, load_model, save, save_step
+from kvad.checkpoint.native import Training, load, save, save_step
+from kvad.checkpoint.open import load_model
 from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.text.tokenizer import train_tokenizer
 from models import build, model_config

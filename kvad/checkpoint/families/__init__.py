@@ -1,0 +1,102 @@
+"""Hugging Face families, one file each.  :data:`FAMILIES` says which file reads a ``model_type``; nothing is imported
+before it is asked for.  Families of one's own are named in the environment: ``KVAD_FAMILIES=parrot=parrot:FAMILY``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+from kvad.checkpoint.hf import Family
+from kvad.errors import CheckpointError, nearest
+from kvad.own import load_own
+
+__all__ = ["FAMILIES", "OWN", "REFUSED", "find"]
+
+OWN = "KVAD_FAMILIES"
+
+FAMILIES: dict[str, str] = {  # model_type -> file
+    "bart": "bart",
+    "bert": "bert",
+    "biogpt": "biogpt",
+    "blenderbot": "blenderbot",
+    "blenderbot-small": "blenderbot_small",
+    "bloom": "bloom",
+    "camembert": "roberta",
+    "codegen": "codegen",
+    "cohere": "cohere",
+    "cohere2": "cohere",
+    "distilbert": "distilbert",
+    "electra": "electra",
+    "falcon": "falcon",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma",
+    "gpt2": "gpt2",
+    "gpt_bigcode": "gpt_bigcode",
+    "gpt_neo": "gpt_neo",
+    "gpt_neox": "gpt_neox",
+    "gpt_oss": "gpt_oss",
+    "gptj": "gptj",
+    "granite": "llama",
+    "llama": "llama",
+    "m2m_100": "m2m_100",
+    "marian": "marian",
+    "mbart": "mbart",
+    "mistral": "llama",
+    "mixtral": "mixtral",
+    "modernbert": "modernbert",
+    "mpnet": "mpnet",
+    "mpt": "mpt",
+    "mt5": "t5",
+    "nomic_bert": "nomic_bert",
+    "olmo": "olmo",
+    "olmo2": "olmo",
+    "openai-gpt": "openai_gpt",
+    "opt": "opt",
+    "pegasus": "pegasus",
+    "phi": "phi",
+    "phi3": "phi3",
+    "qwen2": "qwen",
+    "qwen3": "qwen",
+    "roberta": "roberta",
+    "roberta-prelayernorm": "roberta_prelayernorm",
+    "roformer": "roformer",
+    "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+    "t5": "t5",
+    "t5gemma": "t5gemma",
+    "umt5": "t5",
+    "xglm": "xglm",
+    "xlm-roberta": "roberta",
+}
+
+REFUSED: dict[str, str] = {  # model_type -> why
+    "longt5": "its encoder attends to blocks and to sums of blocks; t5, mt5 and umt5 are read",
+    "nllb-moe": "its experts drop tokens beyond a capacity; the dense NLLB, m2m_100, is read",
+    "switch_transformers": "its experts drop tokens beyond a capacity; t5, mt5 and umt5 are read",
+}
+
+
+def find(model_type: str) -> Family:
+    """The family of a ``model_type``; CheckpointError offers the nearest known one."""
+    own = _own().get(model_type)
+    if own is not None:
+        family = load_own(own, OWN)
+        if not isinstance(family, Family):
+            raise CheckpointError(f"{OWN}: {own} is no Family")
+        return family
+    if model_type in REFUSED:
+        raise CheckpointError(f"model_type {model_type!r} is not supported", REFUSED[model_type])
+    if model_type not in FAMILIES:
+        raise CheckpointError(f"model_type {model_type!r} is not known", nearest(model_type, FAMILIES))
+    found = importlib.import_module(f"kvad.checkpoint.families.{FAMILIES[model_type]}").FAMILY
+    assert isinstance(found, Family)
+    return found
+
+
+def _own() -> dict[str, str]:
+    """``parrot=parrot:FAMILY,...``: a family's code is named by the user, never by a file that was downloaded."""
+    said = [entry.partition("=") for entry in os.environ.get(OWN, "").split(",") if entry.strip()]
+    return {name.strip(): where.strip() for name, _, where in said}

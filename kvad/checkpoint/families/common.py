@@ -1,0 +1,259 @@
+"""What many families' configs share: activations, rotary positions in both spellings, norms, the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from kvad.checkpoint.hf import Fields
+from kvad.config import (
+    Attention,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelConfig,
+    Norm,
+    Rope,
+    Scaling,
+    Stack,
+    YarnScaling,
+    head_dim,
+    to_dict,
+)
+from kvad.errors import CheckpointError, ConfigError
+
+__all__ = [
+    "ACTIVATIONS",
+    "cannot_express",
+    "expressed",
+    "one_kind",
+    "rope",
+    "rope_fields",
+    "rotary",
+    "shortest",
+    "their_activation",
+]
+
+ACTIVATIONS = {  # theirs -> ours
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+_BACK = {"gelu": "gelu", "gelu_tanh": "gelu_new", "quick_gelu": "quick_gelu", "relu": "relu", "relu2": "relu2"}
+
+
+def their_activation(ours: str) -> str:
+    """The name that transformers knows it by."""
+    return _BACK.get(ours, ours)
+
+
+def rope(fields: Fields, *, limit: int, layer_type: str | None = None, **changes: Any) -> Rope:
+    """Rotary positions of a config of either spelling: ``rope_theta`` + ``rope_scaling`` (4.x), ``rope_parameters``
+    (5.x; nested by ``layer_type`` where layers differ).  ``changes`` are fields of :class:`Rope` that the family
+    decides, ``theta`` among them where its own default is not 10,000.  CheckpointError where a file has both spellings
+    and they disagree: each version of transformers would take another."""
+    given, older = fields.part("rope_parameters").content, fields.part("rope_scaling").content
+    if layer_type is not None and isinstance(given.get(layer_type), Mapping):
+        given, older = given[layer_type], {}
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise CheckpointError(f"{fields.where}: rope_parameters by type of layer are not supported")
+    if given and older and _scaling(fields, given, limit) != _scaling(fields, older, limit):
+        raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling disagree", "keep one of them")
+    stated = {name: value for name, value in (given or older).items() if value is not None}
+    values = Fields({**_older(fields), **stated}, fields.where)
+    theta = values.number("rope_theta", default=changes.pop("theta", 10000.0))
+    fraction = values.number("partial_rotary_factor", default=changes.pop("fraction", 1.0))
+    return Rope(theta=theta, fraction=fraction, scaling=_scaling(fields, given or older, limit), **changes)
+
+
+def _older(fields: Fields) -> dict[str, Any]:
+    """What 4.x keeps beside the scaling."""
+    names = ("rope_theta", "partial_rotary_factor")
+    return {name: fields.get(name) for name in names}
+
+
+def _scaling(fields: Fields, given: Mapping[str, Any], limit: int) -> Scaling | None:
+    values = Fields(given, f"{fields.where}: rope_scaling")
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(values.number("factor"))
+    original = _original(fields, values, limit)
+    if kind == "dynamic":
+        values.refuse("original_max_position_embeddings", limit, why="transformers takes max_position_embeddings")
+        return DynamicScaling(values.number("factor"), limit)
+    if kind == "llama3":
+        low, high = values.number("low_freq_factor"), values.number("high_freq_factor")
+        return Llama3Scaling(values.number("factor"), original, low, high)
+    if kind == "yarn":
+        return YarnScaling(
+            factor=values.number("factor", default=limit / original),
+            original=original,
+            beta_fast=values.number("beta_fast", default=32.0),
+            beta_slow=values.number("beta_slow", default=1.0),
+            truncate=values.flag("truncate", True),
+            attention_factor=_optional(values, "attention_factor"),
+            mscale=_optional(values, "mscale"),
+            mscale_all_dim=_optional(values, "mscale_all_dim"),
+        )
+    if kind in ("longrope", "su"):
+        scaling = LongRopeScaling(
+            short=tuple(map(float, values.get("short_factor", ()))),
+            long=tuple(map(float, values.get("long_factor", ()))),
+            original=original,
+            factor=_optional(values, "factor"),
+            attention_factor=_optional(values, "attention_factor"),
+        )
+        if scaling.attention_factor is None:
+            values.refuse("factor", limit / original, why="transformers 4 takes max_position_embeddings / original")
+        return scaling
+    raise CheckpointError(
+        f"{fields.where}: rope_type {kind!r} is not supported", "default, linear, dynamic, llama3, yarn or longrope"
+    )
+
+
+def _original(fields: Fields, values: Fields, limit: int) -> int:
+    """The length that the model was first made for; some files say it twice."""
+    name = "original_max_position_embeddings"
+    outer = fields.integer(name, default=values.integer(name, default=limit))
+    inner = values.integer(name, default=outer)
+    if inner != outer:
+        raise CheckpointError(f"{fields.where}: {name} is {outer}, and {inner} in rope_scaling", "keep one of them")
+    return inner
+
+
+def _optional(values: Fields, name: str) -> float | None:
+    return values.number(name) if name in values else None
+
+
+def rope_fields(position: Rope, *, partial: bool = False) -> dict[str, Any]:
+    """The inverse of :func:`rope`, in both spellings, which both oracles read."""
+    scaling = position.scaling
+    values: dict[str, Any] = {}
+    if isinstance(scaling, LinearScaling):
+        values = {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, DynamicScaling):
+        values = {"rope_type": "dynamic", "factor": scaling.factor}
+    elif isinstance(scaling, Llama3Scaling):
+        values = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+        }
+    elif isinstance(scaling, YarnScaling):
+        values = {"rope_type": "yarn", "factor": scaling.factor, "beta_fast": scaling.beta_fast}
+        values |= {"beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+        optional = {
+            "attention_factor": scaling.attention_factor,
+            "mscale": scaling.mscale,
+            "mscale_all_dim": scaling.mscale_all_dim,
+        }
+        values |= {name: value for name, value in optional.items() if value is not None}
+    elif isinstance(scaling, LongRopeScaling):
+        values = {"rope_type": "longrope", "short_factor": list(scaling.short), "long_factor": list(scaling.long)}
+        optional = {"factor": scaling.factor, "attention_factor": scaling.attention_factor}
+        values |= {name: value for name, value in optional.items() if value is not None}
+    if isinstance(scaling, Llama3Scaling | YarnScaling | LongRopeScaling):
+        values["original_max_position_embeddings"] = scaling.original
+    out: dict[str, Any] = {
+        "rope_theta": position.theta,
+        "rope_scaling": values or None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": position.theta, **values},
+    }
+    if partial:
+        out["partial_rotary_factor"] = position.fraction
+        out["rope_parameters"]["partial_rotary_factor"] = position.fraction
+    return out
+
+
+def one_kind(config: ModelConfig | Stack, model_type: str) -> Any:
+    """The one kind of layer of a stack; CheckpointError where it has several and their class has not."""
+    kinds = list((config if isinstance(config, Stack) else config.stack).kinds.values())
+    if len(kinds) != 1:
+        raise CheckpointError(f"{model_type} has one kind of layer, this model has {len(kinds)}")
+    return kinds[0]
+
+
+def cannot_express(model_type: str, **wrong: bool) -> None:
+    """CheckpointError naming the first thing that is true: their class has no place for it."""
+    for what, found in wrong.items():
+        if found:
+            raise CheckpointError(f"{model_type} cannot express this model: {what.replace('_', ' ')}")
+
+
+def same_norm(config: ModelConfig, spec: Norm) -> bool:
+    """Whether every layer of the model normalises as ``spec`` does."""
+    return all(layer.norm == spec for layer in config.stack.kinds.values())
+
+
+def rotary(position: object, model_type: str) -> Rope:
+    """The same, if it is rotary; CheckpointError where their class knows no other positions."""
+    if not isinstance(position, Rope):
+        raise CheckpointError(f"{model_type} cannot express this model: its positions are not rotary")
+    return position
+
+
+def shortest(pattern: str) -> str:
+    """The shortest pattern that, repeated, is this one: GLGL -> GL."""
+    lengths = range(1, len(pattern) + 1)
+    return next(pattern[:n] for n in lengths if (pattern[:n] * len(pattern))[: len(pattern)] == pattern)
+
+
+def expressed(config: ModelConfig, fields: dict[str, Any], read: Callable[[Fields], ModelConfig]) -> dict[str, Any]:
+    """``fields``, proven: read back, they are this model.  CheckpointError names the first part that would be another,
+    because their class has no place for it."""
+    name = fields["model_type"]
+    try:
+        again = read(Fields(fields, name))
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{name} cannot express this model: {error.message}") from error
+    ours, theirs = dict(_parts(config)), dict(_parts(again))
+    for part in (*ours, *theirs):
+        mine, other = ours.get(part), theirs.get(part)
+        if mine != other:
+            raise CheckpointError(f"{name} cannot express this model: {part} is {mine!r}, and would become {other!r}")
+    return fields
+
+
+def _parts(config: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """Every number of a model by its dotted name, layer by layer, with what is left open filled in."""
+    for name, value in to_dict(config).items():
+        if name not in ("encoder", "decoder"):
+            yield from _flat(name, value)
+    for name, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
+        if stack is None:
+            continue
+        yield from (
+            (f"{name}.{key}", value) for key, value in to_dict(stack).items() if key not in ("kinds", "pattern")
+        )
+        for index in range(stack.layers):
+            layer = stack.layer(index)
+            cross = None if layer.cross is None else _filled(config, layer.cross)
+            filled = replace(layer, mixer=_filled(config, layer.mixer), cross=cross)
+            yield from _flat(f"{name}.layers.{index}", to_dict(filled))
+
+
+def _filled(config: ModelConfig, mixer: Attention) -> Attention:
+    dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
+    scale = {"default": dim**-0.5, "none": 1.0}.get(str(mixer.scale), mixer.scale)
+    return replace(mixer, head_dim=dim, kv_heads=kv_heads, value_dim=mixer.value_dim or dim, scale=scale)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, part in value.items():
+        yield from _flat(f"{name}.{key}", part)

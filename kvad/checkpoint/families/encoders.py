@@ -1,0 +1,210 @@
+"""What BERT's descendants share: task heads by ``architectures``, BERT's names, what a file says beyond its config.
+
+Files of one class differ in what they hold: a base model may come without its pooler, and sentence-transformers' files
+say *ForMaskedLM* of a base model.  :func:`settling` reads what is there; a pooler or a next-sentence head beside a task
+that does not use it is left out, as transformers does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvad.checkpoint.families.common import one_kind, their_activation
+from kvad.checkpoint.hf import Fields, Rule, Way, rule, rules_under
+from kvad.config import Classes, Head, ModelConfig, Pooled, Transform
+from kvad.errors import CheckpointError
+
+__all__ = [
+    "BERT_LAYER",
+    "LEGACY_NORMS",
+    "POOLER",
+    "Task",
+    "as_base",
+    "bert_fields",
+    "bert_rules",
+    "changed",
+    "encoder_only",
+    "head_bias",
+    "labels",
+    "one_bias",
+    "pooler",
+    "same_table",
+    "settling",
+    "sines",
+    "task",
+    "task_fields",
+]
+
+Task = Head | Classes | Pooled
+POOLER = Pooled("first", transform=Transform("tanh"))
+
+BERT_LAYER = {
+    "mixer.q": "attention.self.query",
+    "mixer.k": "attention.self.key",
+    "mixer.v": "attention.self.value",
+    "mixer.out": "attention.output.dense",
+    "norm1": "attention.output.LayerNorm",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+    "norm2": "output.LayerNorm",
+}
+_EMBEDDING = {
+    "embed.tokens": "embeddings.word_embeddings",
+    "embed.positions": "embeddings.position_embeddings",
+    "embed.segments": "embeddings.token_type_embeddings",
+    "embed.norm": "embeddings.LayerNorm",
+    "embed.project": "embeddings_project",
+}
+LEGACY_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}  # of files from TensorFlow
+
+_BOTH = Way(lambda tensors, shapes: tensors[:1], lambda tensors, shapes: [tensors[0], tensors[0].clone()])
+
+
+# ---------------------------------------------------------------- configs
+
+
+def encoder_only(fields: Fields) -> None:
+    """CheckpointError for what would make another model of the same tensors."""
+    fields.refuse("is_decoder", False, why="it is read as an encoder, which sees both sides")
+    fields.refuse("is_encoder_decoder", False)
+    fields.refuse("add_cross_attention", False)
+    fields.refuse("position_embedding_type", "absolute", why="relative keys (Shaw et al. 2018) are not known")
+    fields.refuse("pruned_heads", {}, why="save the pruned model with its own number of heads")
+
+
+def as_base(fields: Fields, **changes: Any) -> Fields:
+    """The config of the base model below a class, for a family that reads its heads itself."""
+    return changed(fields, architectures=["BertModel"], **changes)
+
+
+def changed(fields: Fields, **changes: Any) -> Fields:
+    """The same, but for what a family decides itself."""
+    return Fields({**fields.content, **changes}, fields.where)
+
+
+def labels(fields: Fields) -> tuple[str, ...]:
+    """The classes in the order of their numbers; transformers' own names where the config has none, or no use."""
+    names = fields.get("id2label")
+    if names is None or "Classification" not in fields.architecture:
+        return tuple(f"LABEL_{i}" for i in range(fields.integer("num_labels", default=2)))
+    if not isinstance(names, Mapping) or sorted(names, key=str) != sorted(map(str, range(len(names)))):
+        raise CheckpointError(f"{fields.where}: id2label: expected names of 0, 1, 2, ..., found {names!r}")
+    return tuple(str(names[str(i)]) for i in range(len(names)))
+
+
+def pooler(fields: Fields) -> Pooled:
+    """A base model's answer for a row.  ``add_pooling_layer`` is an argument of their classes, not of their configs:
+    kvad writes it of a model without a pooler, which :func:`settling` has seen in its file."""
+    return POOLER if fields.flag("add_pooling_layer", True) else Pooled()
+
+
+def task(fields: Fields, heads: Mapping[str, Task]) -> Task:
+    """The head of the class that wrote the file, by how its name ends; a masked language model's where it is unsaid."""
+    name = fields.architecture
+    found = re.search(r"(For[A-Z]\w*|LMHeadModel|Model)$", name)
+    if not name:
+        return heads["ForMaskedLM"]
+    if found is None or found[1] not in heads:
+        raise CheckpointError(
+            f"{fields.where}: architectures {name!r} is not supported", f"classes that end in {', '.join(heads)} are"
+        )
+    return heads[found[1]]
+
+
+def task_fields(config: ModelConfig, stem: str) -> dict[str, Any]:
+    """The inverse of :func:`task` and :func:`labels`."""
+    head = config.head
+    if isinstance(head, Classes):
+        ending = "ForTokenClassification" if head.per == "token" else "ForSequenceClassification"
+        numbered = {str(i): name for i, name in enumerate(head.labels)}
+        back = {name: i for i, name in enumerate(head.labels)}
+        return {"architectures": [stem + ending], "id2label": numbered, "label2id": back}
+    return {"architectures": [stem + ("ForMaskedLM" if isinstance(head, Head) else "Model")]}
+
+
+def bert_fields(config: ModelConfig, model_type: str, stem: str) -> dict[str, Any]:
+    """The fields that BERT's descendants have in common."""
+    layer = one_kind(config, model_type)
+    return {
+        **task_fields(config, stem),
+        "model_type": model_type,
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.stack.layers,
+        "num_attention_heads": layer.mixer.heads,
+        "intermediate_size": layer.mlp.hidden,
+        "hidden_act": their_activation(layer.mlp.activation),
+        "max_position_embeddings": config.limit,
+        "type_vocab_size": config.embed.segments,
+        "layer_norm_eps": layer.norm.eps,
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "position_embedding_type": "absolute",
+        "tie_word_embeddings": config.tie,
+        **({"add_pooling_layer": False} if isinstance(config.head, Pooled) and not config.head.transform else {}),
+    }
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def bert_rules(
+    config: ModelConfig, base: str, side: str = "encoder", layer: Mapping[str, str] = BERT_LAYER
+) -> Iterator[Rule]:
+    """Embeddings and layers by BERT's names, below ``base``."""
+    for mine, other in _EMBEDDING.items():
+        yield rule(mine, base + other)
+    for i in range(config.stack.layers):
+        yield from rules_under(f"{side}.layers.{i}", f"{base}encoder.layer.{i}", layer)
+
+
+def head_bias(config: ModelConfig, decoder: str, bias: str) -> Iterator[Rule]:
+    """A language head whose bias stands beside its matrix.  Of an untied one transformers 5 reads ``decoder.bias``,
+    4.57 either."""
+    if not isinstance(config.head, Head):
+        return
+    yield rule("head.weight", f"{decoder}.weight")
+    yield rule("head.bias", bias) if config.tie else Rule(("head.bias",), (f"{decoder}.bias", bias), _BOTH)
+
+
+def one_bias(decoder: str, bias: str) -> dict[str, tuple[str, ...]]:
+    """The two names of a language head's bias: a file has either, or both."""
+    return {bias: (f"{decoder}.bias",), f"{decoder}.bias": (bias,)}
+
+
+Look = Callable[[str], Tensor | None]
+
+
+def settling(masked: str, pooler: str | None = None) -> Callable[[ModelConfig, Look], ModelConfig]:
+    """The head that a file holds.  ``masked``: the tensor without which there is no language head, ``pooler``: that of
+    the base model, where it may have one."""
+
+    def settle(config: ModelConfig, look: Look) -> ModelConfig:
+        head = config.head
+        if isinstance(head, Pooled) or (isinstance(head, Head) and look(masked) is None):
+            head = Pooled() if pooler is None or look(pooler) is None else POOLER
+        return replace(config, head=head)
+
+    return settle
+
+
+def sines(count: int, width: int) -> Tensor:
+    """[count, width] of sin, cos, sin, cos, ... of p / 10000^(2i/width), rounded once: as their files hold it."""
+    positions = torch.arange(count, dtype=torch.float64).unsqueeze(1)
+    exponents = 2 * torch.arange(width // 2, dtype=torch.float64) / width
+    angles = positions / torch.pow(torch.tensor(10000.0, dtype=torch.float64), exponents)
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1).float()
+
+
+def same_table(found: Tensor, ours: Tensor) -> bool:
+    """Whether a file's table is ours, up to the rounding of its dtype."""
+    if found.shape != ours.shape:
+        return False
+    rounding = max(1e-5, torch.finfo(found.dtype).eps)
+    return bool((found.float() - ours).abs().max() <= rounding)

@@ -1,0 +1,128 @@
+"""Falcon (Almazrouei et al. 2023): RoPE or ALiBi, halves in parallel or not, q, k and v fused in one of three ways.
+
+The first architecture has all heads (rows by head: q, k, v) or one key-value head (all q, then k, v), and one norm for
+both halves; ``new_decoder_architecture`` has groups of heads (q ..., k, v) and a norm for each half, or one.
+
+ALiBi is slope times position, rounded to bfloat16 and, unlike BLOOM's, added before the division by sqrt(head_dim).
+transformers adds it once, as here, in its default attention (sdpa), and twice in ``eager``: no model was made for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, rope, rope_fields, their_activation
+from kvad.checkpoint.hf import Family, Fields, Rule, grouped, rule, rules_under
+from kvad.config import Alibi, Attention, Layer, ModelConfig, Norm, Plain, Rope, Stack
+from kvad.errors import CheckpointError
+
+__all__ = ["FAMILY"]
+
+_LAYER = {"mixer.out": "self_attention.dense", "mlp.up": "mlp.dense_h_to_4h", "mlp.down": "mlp.dense_4h_to_h"}
+_NORMS = {
+    "pre": {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"},
+    "parallel": {"norm1": "input_layernorm"},
+    "parallel_pair": {"norm1": "ln_attn", "norm2": "ln_mlp"},
+}
+
+
+def read(fields: Fields) -> ModelConfig:
+    fields.refuse("apply_residual_connection_post_layernorm", False, why="transformers' class ignores it")
+    width, heads = fields.integer("n_embed", "hidden_size", default=4544), fields.integer("num_attention_heads")
+    limit, bias = fields.integer("max_position_embeddings", default=2048), fields.flag("bias")
+    alibi = Alibi(factor=(width // heads) ** -0.5, rounded=True)
+    mixer = Attention(
+        heads,
+        _kv_heads(fields, heads),
+        position=alibi if fields.flag("alibi") else rope(fields, limit=limit),
+        bias=bias,
+        out_bias=bias,
+    )
+    hidden = fields.integer("ffn_hidden_size", default=4 * width)
+    mlp = Plain(hidden, fields.choice("activation", ACTIVATIONS, "gelu"), bias)
+    layer = Layer(mixer, mlp, Norm("layer", fields.number("layer_norm_epsilon", default=1e-5), bias=True))
+    return ModelConfig(
+        width=width,
+        vocab=fields.integer("vocab_size"),
+        limit=limit,
+        decoder=Stack(fields.integer("num_hidden_layers"), {"L": layer}, norm_place=_norm_place(fields)),
+        tie=fields.flag("tie_word_embeddings", True),
+    )
+
+
+def _kv_heads(fields: Fields, heads: int) -> int:
+    if fields.flag("new_decoder_architecture"):
+        return fields.integer("num_kv_heads", default=heads)
+    if fields.flag("multi_query", True):
+        return 1
+    fields.refuse("num_kv_heads", heads, why="groups of heads need new_decoder_architecture")
+    return heads
+
+
+def _norm_place(fields: Fields) -> Any:
+    """Where transformers' class can run: the new architecture in parallel only, the first with one norm then."""
+    if fields.flag("new_decoder_architecture"):
+        fields.refuse("parallel_attn", True, why="the new architecture is parallel")
+        fields.refuse("num_ln_in_parallel_attn", 1, 2)
+        return "parallel" if fields.get("num_ln_in_parallel_attn") == 1 else "parallel_pair"
+    if not fields.flag("parallel_attn", True):
+        return "pre"
+    fields.refuse("num_ln_in_parallel_attn", 1, why="two norms need new_decoder_architecture")
+    return "parallel"
+
+
+def rules(config: ModelConfig) -> Iterator[Rule]:
+    yield rule("embed.tokens", "transformer.word_embeddings")
+    for i in range(config.stack.layers):
+        ours, theirs = f"decoder.layers.{i}", f"transformer.h.{i}"
+        mixer = config.stack.layer(i).mixer
+        qkv = tuple(f"{ours}.mixer.{part}" for part in "qkv")
+        yield rule(qkv, f"{theirs}.self_attention.query_key_value", grouped(mixer.kv_heads or mixer.heads))
+        yield from rules_under(ours, theirs, {**_LAYER, **_NORMS[config.stack.norm_place]})
+    yield rule("decoder.norm", "transformer.ln_f")
+    yield rule("head", "lm_head")
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """The first architecture wherever it will do."""
+    layer: Layer = one_kind(config, "falcon")
+    mixer, place = layer.mixer, config.stack.norm_place
+    kv_heads = mixer.kv_heads or mixer.heads
+    if place not in _NORMS:
+        raise CheckpointError(f"falcon cannot express this model: norm_place is {place}")
+    new = place == "parallel_pair" or kv_heads not in (1, mixer.heads)
+    fields = {
+        "architectures": ["FalconForCausalLM"],
+        "model_type": "falcon",
+        "vocab_size": config.vocab,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.stack.layers,
+        "num_attention_heads": mixer.heads,
+        "num_kv_heads": kv_heads,
+        "new_decoder_architecture": new,
+        "multi_query": kv_heads == 1,
+        "parallel_attn": place != "pre",
+        "num_ln_in_parallel_attn": 2 if place == "parallel_pair" else 1,
+        "alibi": isinstance(mixer.position, Alibi),
+        "bias": mixer.bias,
+        "ffn_hidden_size": layer.mlp.hidden,
+        "activation": their_activation(layer.mlp.activation),
+        "layer_norm_epsilon": layer.norm.eps,
+        "max_position_embeddings": config.limit,
+        "tie_word_embeddings": config.tie,
+    }
+    if isinstance(mixer.position, Rope):
+        fields |= rope_fields(mixer.position)
+    return expressed(config, fields, read)
+
+
+FAMILY = Family(
+    ("falcon",),
+    read,
+    rules,
+    write,
+    prefix="transformer.",
+    ignored=(r".*rotary(_emb)?\.inv_freq", r".*maybe_rotary\.inv_freq", r"lm_head\.weight"),
+    head=("lm_head.weight", "transformer.word_embeddings.weight"),
+)

@@ -1,0 +1,198 @@
+"""Gemma (Mesnard et al. 2024), Gemma 2 (Riviere et al. 2024) and the text of Gemma 3 (Kamath et al. 2025).
+
+Embeddings times sqrt(width), RMSNorm by 1 + w, GeGLU in the tanh form: the ``gelu`` of Gemma 1's files means it too.
+The second has norms before and after each half of a layer, soft caps on attention and output logits, and a window in
+every other layer.  The third has norms on q and k for the caps, windows in five layers of six, and for those a rotary
+base of their own (``rope_local_base_freq``; in transformers 5 ``rope_parameters`` by the type of the layer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.decoders import (
+    LAYER,
+    QK_NORM,
+    attention,
+    family,
+    full_rope,
+    known,
+    language_head,
+    layer_types,
+    letters,
+    make,
+    rms,
+    rules,
+    sizes,
+    stack,
+    window,
+)
+from kvad.checkpoint.hf import Fields, Rule
+from kvad.config import Attention, Embedding, Gated, Head, Layer, ModelConfig, Rope, head_dim
+from kvad.errors import CheckpointError
+
+__all__ = ["FAMILY", "named", "read", "write"]
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {"num_key_value_heads": 16, "max_position_embeddings": 8192},
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {  # files of the hub leave most of them out
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+    },
+}
+_CLASSES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM"}
+_SANDWICH = {
+    "norm1_after": "post_attention_layernorm",
+    "norm2": "pre_feedforward_layernorm",
+    "norm2_after": "post_feedforward_layernorm",
+}
+
+
+def read(fields: Fields) -> ModelConfig:
+    name = fields.model_type
+    fields = known(fields, head_dim=256, **_DEFAULTS[name])
+    fields.refuse("use_bidirectional_attention", False, why="only decoders are read")
+    mlp = Gated(fields.integer("intermediate_size"), _activation(fields))
+    norm = rms(fields, unit_offset=True)
+    kinds = {letter: Layer(mixer, mlp, norm) for letter, mixer in _mixers(fields).items()}
+    return make(
+        fields,
+        stack(kinds, _pattern(fields), norm_place="pre" if name == "gemma" else "sandwich"),
+        tie=True,
+        embed=Embedding(scale=fields.integer("hidden_size") ** 0.5),
+        head=Head(softcap=None if name == "gemma" else _optional(fields, "final_logit_softcapping")),
+    )
+
+
+def _activation(fields: Fields) -> Any:
+    if fields.model_type != "gemma":
+        return fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
+    legacy = {**ACTIVATIONS, "gelu": "gelu_tanh"}
+    activation = fields.choice("hidden_act", legacy, "gelu_pytorch_tanh")
+    if fields.choice("hidden_activation", legacy, fields.get("hidden_act", "gelu_pytorch_tanh")) != activation:
+        raise CheckpointError(f"{fields.where}: hidden_act and hidden_activation disagree")
+    return activation
+
+
+def _optional(fields: Fields, name: str) -> float | None:
+    return fields.number(name) if name in fields else None
+
+
+def _mixers(fields: Fields) -> dict[str, Attention]:
+    """G sees all, L a window."""
+    bias, name = fields.flag("attention_bias"), fields.model_type
+    whole = attention(fields, bias=bias, out_bias=bias)
+    if name == "gemma":
+        return {"G": replace(whole, position=full_rope(fields))}
+    whole = replace(whole, scale=fields.number("query_pre_attn_scalar") ** -0.5)
+    if name == "gemma2":
+        whole = replace(whole, position=full_rope(fields), softcap=_optional(fields, "attn_logit_softcapping"))
+        return {"G": whole, "L": replace(whole, window=window(fields))}
+    fields.refuse("attn_logit_softcapping", why="transformers' class ignores it")
+    whole = replace(whole, qk_norm="head")
+    return {
+        "G": replace(whole, position=_rope_of(fields, "full_attention")),
+        "L": replace(whole, position=_rope_of(fields, "sliding_attention"), window=window(fields)),
+    }
+
+
+def _rope_of(fields: Fields, kind: str) -> Rope:
+    """Gemma 3's positions in layers of one type.  In the older spelling a scaling concerns the whole ones alone."""
+    given = fields.part("rope_parameters")
+    if given.content and not {"full_attention", "sliding_attention"} & set(given.content):
+        raise CheckpointError(f"{fields.where}: rope_parameters without layer types is not supported")
+    whole = kind == "full_attention"
+    own = {
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "rope_parameters": given.get(kind),
+        "rope_scaling": fields.get("rope_scaling") if whole else None,
+        "rope_theta": fields.get("rope_theta" if whole else "rope_local_base_freq"),
+    }
+    return full_rope(Fields(own, fields.where), theta=1000000.0 if whole else 10000.0)
+
+
+def _pattern(fields: Fields) -> str:
+    if fields.model_type == "gemma":
+        return "G" * fields.integer("num_hidden_layers")
+    every = fields.integer("sliding_window_pattern", default=2)
+    return letters(fields, lambda index: (index + 1) % every != 0)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    mixer, name = config.stack.layer(0).mixer, _name(config)
+    out = {
+        **sizes(config, name, _CLASSES[name]),
+        "head_dim": head_dim(config, mixer),
+        "rms_norm_eps": config.stack.layer(0).norm.eps,
+        "attention_bias": mixer.bias,
+        **_activation_fields(config, name),
+        **_rope_fields(config, name),
+    }
+    if name != "gemma":
+        out |= {
+            "query_pre_attn_scalar": _scalar(mixer, head_dim(config, mixer)),
+            "attn_logit_softcapping": mixer.softcap,
+            "final_logit_softcapping": language_head(config).softcap,
+            **layer_types(config),
+        }
+        out["sliding_window"] = out["sliding_window"] or config.limit  # their class needs a number
+    return expressed(config, out, read)
+
+
+def _name(config: ModelConfig) -> str:
+    if config.stack.norm_place == "pre":
+        return "gemma"
+    return "gemma2" if config.stack.layer(0).mixer.qk_norm == "none" else "gemma3_text"
+
+
+def _activation_fields(config: ModelConfig, name: str) -> dict[str, str]:
+    ours = config.stack.layer(0).mlp.activation
+    theirs = "gelu_pytorch_tanh" if ours == "gelu_tanh" else their_activation(ours)
+    return {"hidden_act" if name == "gemma" else "hidden_activation": theirs}
+
+
+def _rope_fields(config: ModelConfig, name: str) -> dict[str, Any]:
+    if name != "gemma3_text":
+        return rope_fields(rotary(config.stack.layer(0).mixer.position, name))
+    mixers = [layer.mixer for layer in config.stack.kinds.values()]
+    whole = next((mixer for mixer in mixers if mixer.window is None), mixers[0])
+    local = next((mixer for mixer in mixers if mixer.window is not None), mixers[0])
+    fields, local_fields = (rope_fields(rotary(mixer.position, name)) for mixer in (whole, local))
+    nested = {"full_attention": fields["rope_parameters"], "sliding_attention": local_fields["rope_parameters"]}
+    return {**fields, "rope_parameters": nested, "rope_local_base_freq": local_fields["rope_theta"]}
+
+
+def _scalar(mixer: Attention, dim: int) -> float:
+    """What ``query_pre_attn_scalar`` was: a whole number, as their class has it, where that gives the same scale."""
+    if mixer.scale == "default":
+        return dim
+    scale = 1.0 if mixer.scale == "none" else float(mixer.scale)
+    near = scale**-2
+    return round(near) if round(near) >= 1 and round(near) ** -0.5 == scale else near
+
+
+def named(config: ModelConfig) -> Iterator[Rule]:
+    """Gemma 1 calls by Llama's names what the later ones call by others."""
+    return rules(LAYER if config.stack.norm_place == "pre" else {**LAYER, **QK_NORM, **_SANDWICH})(config)
+
+
+FAMILY = family(("gemma", "gemma2", "gemma3_text"), read, named, write)

@@ -1,0 +1,132 @@
+"""gpt-oss (OpenAI 2025): experts with biases, a sink per head, a window in every other layer, YaRN not rounded.
+
+An expert computes (up + 1) * gate * sigmoid(1.702 gate), cut at 7; gate and up lie interleaved in one matrix stored as
+[in, out].  The MXFP4 files of the hub are refused: transformers' ``dequantize`` writes the ones that are read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvad.checkpoint.families.common import expressed, rope_fields, rotary
+from kvad.checkpoint.families.decoders import (
+    LAYER,
+    attention,
+    family,
+    full_rope,
+    known,
+    layer_types,
+    letters,
+    make,
+    rms,
+    rules_of,
+    sizes,
+    stack,
+    window,
+)
+from kvad.checkpoint.hf import Fields, Rule, Way, rule, rules_under
+from kvad.config import Experts, Layer, ModelConfig, head_dim
+from kvad.errors import CheckpointError
+
+__all__ = ["FAMILY"]
+
+_DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+_NAMES = {mine: other for mine, other in LAYER.items() if not mine.startswith("mlp.")}
+_ROUTER = {"mlp.router": "mlp.router", "mixer.sink_logits": "self_attn.sinks"}
+
+
+def read(fields: Fields) -> ModelConfig:
+    fields.refuse("quantization_config", why="MXFP4 is not read: convert the weights to bfloat16 first")
+    fields = known(fields, **_DEFAULTS)
+    fields.refuse("hidden_act", "silu", why="transformers' class ignores it")
+    if "rope_scaling" not in fields and "rope_parameters" not in fields:
+        raise CheckpointError(
+            f"{fields.where}: rope_scaling is missing", "null is no scaling in transformers 4, YaRN in 5"
+        )
+    bias = fields.flag("attention_bias", True)
+    whole = attention(fields, position=full_rope(fields, theta=150000.0), bias=bias, out_bias=bias, sinks=True)
+    mlp = Experts(
+        fields.integer("intermediate_size"),
+        count=fields.integer("num_local_experts"),
+        active=fields.integer("num_experts_per_tok"),
+        bias=True,
+        router_bias=True,
+        router="softmax_last",
+        alpha=fields.number("swiglu_alpha"),
+        clip=fields.number("swiglu_limit"),
+    )
+    norm = rms(fields, 1e-5)
+    kinds = {"G": Layer(whole, mlp, norm), "L": Layer(replace(whole, window=window(fields)), mlp, norm)}
+    return make(fields, stack(kinds, letters(fields, lambda index: index % 2 == 0)))
+
+
+def _apart(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """[experts, (in,) 2 hidden], gate and up by turns -> each [experts, hidden(, in)]."""
+    (both,) = tensors
+    return [_turned(both[..., start::2]) for start in (0, 1)]
+
+
+def _joined(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    return [torch.stack([_turned(tensor) for tensor in tensors], dim=-1).flatten(-2)]
+
+
+def _turned(tensor: Tensor) -> Tensor:
+    """A matrix per expert, transposed; a bias per expert as it is."""
+    return tensor.transpose(1, 2).contiguous() if tensor.dim() == 3 else tensor.contiguous()
+
+
+_GATE_UP = Way(_apart, _joined)
+_DOWN = Way(lambda tensors, shapes: [_turned(tensors[0])], lambda tensors, shapes: [_turned(tensors[0])])
+
+
+def rules(config: ModelConfig) -> Iterator[Rule]:
+    def layer(ours: str, theirs: str) -> Iterator[Rule]:
+        yield from rules_under(ours, theirs, {**_NAMES, **_ROUTER})
+        for suffix in ("", "_bias"):
+            both = (f"{ours}.mlp.gate{suffix}", f"{ours}.mlp.up{suffix}")
+            yield rule(both, f"{theirs}.mlp.experts.gate_up_proj{suffix}", _GATE_UP)
+            yield rule(f"{ours}.mlp.down{suffix}", f"{theirs}.mlp.experts.down_proj{suffix}", _DOWN)
+
+    return rules_of(config, layer)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    layer = config.stack.layer(0)
+    mixer, mlp = layer.mixer, layer.mlp
+    experts: dict[str, Any] = {}
+    if isinstance(mlp, Experts):
+        experts = {
+            "num_local_experts": mlp.count,
+            "num_experts_per_tok": mlp.active,
+            "swiglu_alpha": mlp.alpha,
+            "swiglu_limit": mlp.clip,
+        }
+    out = {
+        **sizes(config, "gpt_oss", "GptOssForCausalLM"),
+        "head_dim": head_dim(config, mixer),
+        "hidden_act": "silu",
+        "rms_norm_eps": layer.norm.eps,
+        "attention_bias": mixer.bias,
+        **rope_fields(rotary(mixer.position, "gpt_oss")),
+        **layer_types(config),
+        **experts,
+    }
+    out["sliding_window"] = out["sliding_window"] or config.limit  # their class needs a number
+    return expressed(config, out, read)
+
+
+FAMILY = family(("gpt_oss",), read, rules, write)

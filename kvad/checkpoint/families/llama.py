@@ -1,0 +1,110 @@
+"""Llama 1 to 3.x (Touvron et al. 2023), Mistral (Jiang et al. 2023, a sliding window), Granite (IBM 2024, multipliers).
+
+RoPE by halves, RMSNorm before each half of a layer, SwiGLU; grouped keys and values since Llama 2 70B.  Granite scales
+the embeddings, what each branch adds, the attention logits and the output logits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.decoders import (
+    LAYER,
+    attention,
+    family,
+    full_rope,
+    known,
+    language_head,
+    make,
+    rms,
+    rules,
+    sizes,
+    stack,
+    window,
+)
+from kvad.checkpoint.hf import Fields
+from kvad.config import Embedding, Gated, Head, Layer, ModelConfig, head_dim
+
+__all__ = ["FAMILY"]
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "granite": {"max_position_embeddings": 2048},
+}
+_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "granite": "GraniteForCausalLM"}
+
+
+def read(fields: Fields) -> ModelConfig:
+    name = fields.model_type
+    fields = known(fields, **_DEFAULTS[name])
+    biased = name != "mistral"  # Mistral's class has no biases, whatever the file says
+    bias = biased and fields.flag("attention_bias")
+    mixer = attention(
+        fields,
+        position=full_rope(fields),
+        window=window(fields) if name == "mistral" else None,
+        bias=bias,
+        out_bias=bias,
+        scale=fields.number("attention_multiplier", default=1.0) if name == "granite" else "default",
+    )
+    activation = fields.choice("hidden_act", ACTIVATIONS, "silu")
+    mlp = Gated(fields.integer("intermediate_size"), activation, biased and fields.flag("mlp_bias"))
+    kinds, pattern = {"L": Layer(mixer, mlp, rms(fields))}, "L" * fields.integer("num_hidden_layers")
+    if name != "granite":
+        return make(fields, stack(kinds, pattern))
+    return make(
+        fields,
+        stack(kinds, pattern, residual=fields.number("residual_multiplier", default=1.0)),
+        embed=Embedding(scale=fields.number("embedding_multiplier", default=1.0)),
+        head=Head(scale=1 / fields.number("logits_scaling", default=1.0)),
+    )
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    layer, name = config.stack.layer(0), _name(config)
+    out = {
+        **sizes(config, name, _CLASSES[name]),
+        "hidden_act": their_activation(layer.mlp.activation),
+        "rms_norm_eps": layer.norm.eps,
+        **rope_fields(rotary(layer.mixer.position, name)),
+    }
+    if name == "mistral":
+        out |= {"sliding_window": layer.mixer.window}
+    else:
+        out |= {"attention_bias": layer.mixer.bias, "mlp_bias": layer.mlp.bias}
+    if name == "granite":
+        out |= {
+            "embedding_multiplier": config.embed.scale,
+            "residual_multiplier": config.stack.residual,
+            "attention_multiplier": _multiplier(config),
+            "logits_scaling": _inverse(language_head(config).scale),
+        }
+    return expressed(config, out, read)
+
+
+def _name(config: ModelConfig) -> str:
+    """Which of the classes has a place for what this model has."""
+    mixer = config.stack.layer(0).mixer
+    scales = (config.embed.scale, config.stack.residual, language_head(config).scale)
+    if mixer.scale != "default" or scales != (1.0, 1.0, 1.0):
+        return "granite"
+    return "llama" if mixer.window is None else "mistral"
+
+
+def _multiplier(config: ModelConfig) -> float:
+    mixer = config.stack.layer(0).mixer
+    if mixer.scale == "default":
+        return float(head_dim(config, mixer) ** -0.5)
+    return 1.0 if mixer.scale == "none" else mixer.scale
+
+
+def _inverse(scale: float) -> float:
+    """A number whose reciprocal is ``scale`` to the last bit, where one is."""
+    near = 1 / scale
+    return next((x for x in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)) if 1 / x == scale), near)
+
+
+FAMILY = family(("llama", "mistral", "granite"), read, rules(LAYER), write)

@@ -1,0 +1,22 @@
+"""M2M-100 (Fan et al. 2020) and NLLB (Costa-jussa et al. 2022): one model between 100 and 200 languages.
+
+Norms before each half, ReLU, sinusoidal positions with the frequencies of tensor2tensor, counted from the padding's id
++ 1 (so 2); the table is in no file.  Scaled embeddings, no bias at the head.
+"""
+
+from __future__ import annotations
+
+from kvad.checkpoint.families.fairseq import Skeleton
+from kvad.config import SinusoidalPositions
+
+__all__ = ["FAMILY"]
+
+FAMILY = Skeleton(
+    "m2m_100",
+    "M2M100ForConditionalGeneration",
+    lambda fields, limit: SinusoidalPositions(form="fairseq", offset=fields.integer("pad_token_id", default=1) + 1),
+    pre=True,
+    head_bias=False,
+    activation="relu",
+    scaled=True,
+).family()

@@ -1,0 +1,12 @@
+"""mBART (Liu et al. 2020): BART with LayerNorm before each half of a layer and at the end of each stack.
+
+Embeddings are scaled by sqrt(width) in its checkpoints.  mBART's target starts with the token of its language.
+"""
+
+from __future__ import annotations
+
+from kvad.checkpoint.families.fairseq import Skeleton, learned
+
+__all__ = ["FAMILY"]
+
+FAMILY = Skeleton("mbart", "MBartForConditionalGeneration", learned(2), pre=True, embed_norm=True).family()

@@ -1,0 +1,40 @@
+"""RoBERTa-PreLayerNorm (fairseq's ``--encoder-normalize-before``): RoBERTa with LayerNorm before each half of a layer.
+
+A final norm follows the last layer; the embedding's norm stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from kvad.checkpoint.families import encoders, roberta
+from kvad.checkpoint.families.common import expressed
+from kvad.checkpoint.hf import Fields, Rule, rule
+from kvad.config import ModelConfig, Pooled
+
+__all__ = ["FAMILY"]
+
+_BASE = "roberta_prelayernorm."
+_LAYER = {**encoders.BERT_LAYER, "norm1": "attention.LayerNorm", "norm2": "intermediate.LayerNorm"}
+
+
+def read(fields: Fields) -> ModelConfig:
+    config = roberta.read(fields)
+    return replace(config, encoder=replace(config.stack, norm_place="pre", final_norm=True))
+
+
+def rules(config: ModelConfig) -> Iterator[Rule]:
+    base = "" if isinstance(config.head, Pooled) else _BASE
+    yield from encoders.bert_rules(config, base, layer=_LAYER)
+    yield rule("encoder.norm", f"{base}LayerNorm")
+    yield from roberta.head_rules(config, base)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    fields = encoders.bert_fields(config, "roberta-prelayernorm", "RobertaPreLayerNorm")
+    return expressed(config, {**fields, **roberta.offset_fields(config)}, read)
+
+
+FAMILY = roberta.family(("roberta-prelayernorm",), _BASE, read, rules, write)

@@ -1,0 +1,200 @@
+"""T5 (Raffel et al. 2020), T5 v1.1 and Flan (gated), mT5 (Xue et al. 2021), UMT5 (Chung et al. 2023); their encoders.
+
+No positions but a bias by buckets of distance: one table per stack, UMT5 one per layer; none where the decoder reads
+the source.  Attention divides by nothing, RMSNorm stands before each half, no product has a bias.
+
+The logits of v1.0 are multiplied by width^-0.5; those of all later ones are not.  A file says so in two ways:
+transformers 4 multiplies where ``tie_word_embeddings`` is true (its default, except for mT5's); 5 ties always, and
+writes ``scale_decoder_outputs`` for T5; mT5 it never multiplies, UMT5 always.  Here ``scale_decoder_outputs``
+decides, and without it ``tie_word_embeddings``, but for mT5 only in files of transformers 4.  So a file reads as the
+version that wrote it had it, and Google's UMT5 as it was trained: with the logits of 4.57.
+
+T5 has no longest row: ``n_positions``, which older files have (512: as long as its training's rows), is taken as the
+limit of source and target alike.  An mT5 is written as the T5 v1.1 that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from kvad.checkpoint.families.common import ACTIVATIONS, cannot_express, expressed, one_kind, their_activation
+from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
+from kvad.config import (
+    Attention,
+    Embedding,
+    Gated,
+    Head,
+    Layer,
+    ModelConfig,
+    Norm,
+    Plain,
+    Pooled,
+    Source,
+    Stack,
+    T5Bias,
+    head_dim,
+)
+from kvad.errors import CheckpointError
+
+__all__ = ["FAMILY"]
+
+_ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
+_GATED = {"relu": "gated-relu", "gelu_tanh": "gated-gelu", "silu": "gated-silu"}
+
+
+# ---------------------------------------------------------------- configs
+
+
+def read(fields: Fields) -> ModelConfig:
+    fields.refuse("is_decoder", False, why="half of an encoder-decoder is another model")
+    fields.refuse("tie_encoder_decoder", False, why="encoder and decoder have weights of their own here")
+    width, limit = fields.integer("d_model"), fields.integer("n_positions", default=512)
+    layers = fields.integer("num_layers")
+    encoder = _layer(fields, bidirectional=True)
+    known: dict[str, Any] = {
+        "width": width,
+        "vocab": fields.integer("vocab_size"),
+        "limit": limit,
+        "encoder": Stack(layers, {"L": encoder}),
+    }
+    if _encoder_only(fields):
+        return ModelConfig(**known, head=Pooled())
+    decoder = _layer(fields, bidirectional=False)
+    cross = replace(encoder.mixer, position=None)
+    return ModelConfig(
+        **known,
+        decoder=Stack(fields.integer("num_decoder_layers", default=layers), {"L": replace(decoder, cross=cross)}),
+        source=Source(limit, Embedding()),
+        head=Head(scale=width**-0.5 if _scaled(fields) else 1.0),
+        tie=_tied(fields),
+    )
+
+
+def _encoder_only(fields: Fields) -> bool:
+    name = fields.architecture.removeprefix("U").removeprefix("M")
+    if name in ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model", ""):
+        return not name and not fields.flag("is_encoder_decoder", True)
+    if name == "T5EncoderModel":
+        return True
+    hint = "of this family: T5ForConditionalGeneration, T5EncoderModel"
+    raise CheckpointError(f"{fields.where}: architectures {fields.architecture!r} is not supported", hint)
+
+
+def _tied(fields: Fields) -> bool:
+    return fields.flag("tie_word_embeddings", fields.model_type != "mt5")
+
+
+def _scaled(fields: Fields) -> bool:
+    """Whether the logits are multiplied; see the module's docstring."""
+    of_version_5 = not str(fields.get("transformers_version", "5")).startswith(("2.", "3.", "4."))
+    said = _tied(fields) and not (fields.model_type == "mt5" and of_version_5)
+    return fields.flag("scale_decoder_outputs", said)
+
+
+def _layer(fields: Fields, *, bidirectional: bool) -> Layer:
+    position = T5Bias(
+        fields.integer("relative_attention_num_buckets", default=32),
+        fields.integer("relative_attention_max_distance", default=128),
+        bidirectional=bidirectional,
+        shared=fields.model_type != "umt5",
+    )
+    mixer = Attention(
+        fields.integer("num_heads"),
+        head_dim=fields.integer("d_kv"),
+        position=position,
+        causal=not bidirectional,
+        scale="none",
+    )
+    return Layer(mixer, _mlp(fields), Norm("rms", fields.number("layer_norm_epsilon", default=1e-6)))
+
+
+def _mlp(fields: Fields) -> Plain | Gated:
+    """``feed_forward_proj`` says it, unless ``is_gated_act`` or ``dense_act_fn``, derived from it, say otherwise."""
+    form = str(fields.get("feed_forward_proj", "relu" if fields.model_type == "t5" else "gated-gelu"))
+    first, _, last = form.partition("-")
+    derived = "gelu_new" if form == "gated-gelu" else last or first
+    if last and first != "gated":
+        raise CheckpointError(f"{fields.where}: feed_forward_proj {form!r} is not supported", "relu, or gated-gelu")
+    activation = fields.choice("dense_act_fn", ACTIVATIONS, derived)
+    kind = Gated if fields.flag("is_gated_act", bool(last)) else Plain
+    return kind(fields.integer("d_ff"), activation)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    if config.encoder is None:
+        raise CheckpointError("t5 cannot express this model: it has an encoder")
+    layer: Layer = one_kind(config.encoder, "t5")
+    one_kind(config, "t5")
+    position, gated = layer.mixer.position, isinstance(layer.mlp, Gated)
+    if not isinstance(position, T5Bias):
+        raise CheckpointError("t5 cannot express this model: its positions are a bias by buckets of distance")
+    name = "t5" if position.shared else "umt5"
+    stem = name.upper()
+    fields = {
+        "architectures": [f"{stem}ForConditionalGeneration" if config.decoder else f"{stem}EncoderModel"],
+        "model_type": name,
+        "is_encoder_decoder": config.decoder is not None,
+        "vocab_size": config.vocab,
+        "n_positions": config.limit,
+        "d_model": config.width,
+        "d_kv": head_dim(config, layer.mixer),
+        "d_ff": layer.mlp.hidden,
+        "num_layers": config.encoder.layers,
+        "num_heads": layer.mixer.heads,
+        "relative_attention_num_buckets": position.buckets,
+        "relative_attention_max_distance": position.max_distance,
+        "layer_norm_epsilon": layer.norm.eps,
+        **_mlp_fields(layer.mlp.activation, gated),
+    }
+    if config.decoder is not None and isinstance(config.head, Head):
+        scaled = config.head.scale != 1.0
+        cannot_express(name, a_tied_head_that_is_not_scaled=name == "umt5" and config.tie and not scaled)
+        fields |= {"tie_word_embeddings": config.tie, "scale_decoder_outputs": scaled}
+        fields["num_decoder_layers"] = config.decoder.layers
+    return expressed(config, fields, read)
+
+
+def _mlp_fields(activation: str, gated: bool) -> dict[str, Any]:
+    theirs = their_activation(activation)
+    form = _GATED.get(activation, f"gated-{theirs}") if gated else theirs
+    return {"feed_forward_proj": form, "dense_act_fn": theirs, "is_gated_act": gated}
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def rules(config: ModelConfig) -> Iterator[Rule]:
+    yield rule("embed.tokens", "shared")
+    for side, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
+        if stack is None:
+            continue
+        for i in range(stack.layers):
+            yield from rules_under(f"{side}.layers.{i}", f"{side}.block.{i}.layer", _names(stack.layer(i)))
+        table = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        yield rule(f"{side}.relative.{stack.kind_of(0)}", table)
+        yield rule(f"{side}.norm", f"{side}.final_layer_norm")
+    yield rule("head", "lm_head")
+
+
+def _names(layer: Layer) -> dict[str, str]:
+    last = 1 if layer.cross is None else 2
+    names = {f"mixer.{ours}": f"0.SelfAttention.{theirs}" for ours, theirs in _ATTENTION.items()}
+    names |= {f"cross.{ours}": f"1.EncDecAttention.{theirs}" for ours, theirs in _ATTENTION.items()}
+    names |= {"norm1": "0.layer_norm", "norm_cross": "1.layer_norm", "norm2": f"{last}.layer_norm"}
+    up = "wi_1" if isinstance(layer.mlp, Gated) else "wi"
+    names |= {"mlp.gate": f"{last}.DenseReluDense.wi_0", "mlp.up": f"{last}.DenseReluDense.{up}"}
+    names["mlp.down"] = f"{last}.DenseReluDense.wo"
+    return names | {"mixer.relative": "0.SelfAttention.relative_attention_bias.weight"}
+
+
+FAMILY = Family(
+    ("t5", "mt5", "umt5"),
+    read,
+    rules,
+    write,
+    ignored=(r"lm_head\.weight", r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"),
+    head=("lm_head.weight", "shared.weight"),
+    copies={"shared.weight": ("decoder.embed_tokens.weight", "encoder.embed_tokens.weight")},
+)

@@ -1,0 +1,216 @@
+"""What an encoder's file says beyond its config: poolers, missing heads, old names, biases with two names, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvad.cache.weights import weight_shapes
+from kvad.checkpoint.families import find
+from kvad.checkpoint.families.encoders import POOLER
+from kvad.checkpoint.hf import Family, Fields, read_tensors, settled, write_tensors
+from kvad.config import Classes, Head, LearnedPositions, ModelConfig, Pooled, SinusoidalPositions
+from kvad.errors import CheckpointError
+from kvad.model.transformer import Transformer
+
+SMALL = {"vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
+DISTIL = {"vocab_size": 11, "dim": 12, "n_layers": 2, "n_heads": 3, "hidden_dim": 20, "max_position_embeddings": 16}
+STEMS = {
+    "bert": "Bert",
+    "roberta": "Roberta",
+    "roberta-prelayernorm": "RobertaPreLayerNorm",
+    "distilbert": "DistilBert",
+    "mpnet": "MPNet",
+    "electra": "Electra",
+    "roformer": "RoFormer",
+    "modernbert": "ModernBert",
+    "nomic_bert": "NomicBert",
+}
+ENDINGS = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "Model")
+
+
+def fields(model_type: str, ending: str, **own: Any) -> Fields:
+    small = DISTIL if model_type == "distilbert" else {**SMALL, "max_position_embeddings": 16}
+    content = {"model_type": model_type, "architectures": [STEMS[model_type] + ending], **small, **own}
+    return Fields(content, "config.json")
+
+
+def file_of(family: Family, config: ModelConfig) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ours = {name: torch.randn(shape, generator=generator) for name, shape in weight_shapes(config).items()}
+    return dict(write_tensors(family, config, ours))
+
+
+def load(family: Family, config: ModelConfig, found: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    config = settled(family, config, found)
+    return config, dict(read_tensors(family, config, found, "model.safetensors"))
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("model_type", STEMS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_task_goes_there_and_comes_back(model_type: str, ending: str, tied: bool) -> None:
+    family = find(model_type)
+    config = family.read(fields(model_type, ending, tie_word_embeddings=tied))
+    found = file_of(family, config)
+    assert family.read(Fields(family.write(config), "config.json")) == config
+    again, ours = load(family, config, found)
+    assert again == config
+    Transformer(config).load_state_dict(ours)
+    back = dict(write_tensors(family, config, ours))
+    assert back.keys() == found.keys() and all(torch.equal(back[name], found[name]) for name in found)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "mpnet"])
+def test_a_base_model_has_a_pooler_if_its_file_has(model_type: str) -> None:
+    family = find(model_type)
+    config = family.read(fields(model_type, "Model"))
+    assert config.head == POOLER
+    found = file_of(family, config)
+    without = {name: tensor for name, tensor in found.items() if not name.startswith("pooler")}
+    assert len(without) == len(found) - 2
+    plain, _ = load(family, config, without)
+    assert plain.head == Pooled()
+    assert family.read(Fields(family.write(plain), "config.json")) == plain
+
+
+@pytest.mark.parametrize("model_type", STEMS)
+def test_a_base_model_s_file_is_read_as_one_whatever_its_class(model_type: str) -> None:
+    """sentence-transformers' files say ForMaskedLM."""
+    family = find(model_type)
+    base = family.read(fields(model_type, "Model"))
+    config, _ = load(family, family.read(fields(model_type, "ForMaskedLM")), file_of(family, base))
+    assert config == base
+
+
+def test_old_names_of_norms_and_heads_beside_the_task() -> None:
+    family = find("bert")
+    config = family.read(fields("bert", "ForMaskedLM"))
+    found = file_of(family, config)
+    names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    old = {}
+    for name, tensor in found.items():
+        end = next((end for end in names if name.endswith(end)), "")
+        old[name.removesuffix(end) + names.get(end, "")] = tensor
+    old["cls.seq_relationship.weight"] = old["bert.pooler.dense.weight"] = torch.zeros(1)
+    assert not any(name.endswith("LayerNorm.weight") for name in old)
+    _, ours = load(family, config, old)
+    _, expected = load(family, config, found)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "roformer"])
+def test_a_bias_with_two_names(model_type: str) -> None:
+    family = find(model_type)
+    config = family.read(fields(model_type, "ForMaskedLM"))
+    found = file_of(family, config)
+    (bias,) = (name for name in found if name in family.copies)
+    (other,) = family.copies[bias]
+    _, ours = load(family, config, {other if name == bias else name: tensor for name, tensor in found.items()})
+    assert torch.equal(ours["head.bias"], found[bias])
+    load(family, config, {**found, other: found[bias].clone()})
+    with pytest.raises(CheckpointError, match="differs"):
+        load(family, config, {**found, other: found[bias] + 1})
+
+
+def test_an_untied_bias_is_the_one_beside_its_matrix() -> None:
+    """transformers 5 leaves ``cls.predictions.bias`` unused then."""
+    family = find("bert")
+    config = family.read(fields("bert", "ForMaskedLM", tie_word_embeddings=False))
+    found = file_of(family, config)
+    _, ours = load(family, config, {**found, "cls.predictions.bias": torch.zeros(11)})
+    assert torch.equal(ours["head.bias"], found["cls.predictions.decoder.bias"])
+
+
+def test_sines_that_were_changed_are_learned_positions() -> None:
+    family = find("distilbert")
+    config = family.read(fields("distilbert", "ForMaskedLM", sinusoidal_pos_embds=True))
+    assert isinstance(config.embed.position, SinusoidalPositions)
+    found = file_of(family, config)
+    name = "distilbert.embeddings.position_embeddings.weight"
+    halved, _ = load(family, config, {**found, name: found[name].bfloat16()})
+    assert halved == config
+    changed, ours = load(family, config, {**found, name: found[name] + 0.1})
+    assert changed.embed.position == LearnedPositions(16)
+    assert torch.equal(ours["embed.positions.weight"], found[name] + 0.1)
+
+
+def test_roformer_s_table_must_be_its_own() -> None:
+    family = find("roformer")
+    config = family.read(fields("roformer", "ForMaskedLM"))
+    found = file_of(family, config)
+    with pytest.raises(CheckpointError, match="embed_positions"):
+        load(family, config, {**found, "roformer.encoder.embed_positions.weight": torch.zeros(16, 4)})
+
+
+def test_roformer_may_be_a_decoder() -> None:
+    family = find("roformer")
+    config = family.read(fields("roformer", "ForCausalLM", is_decoder=True))
+    assert config.kind == "decoder" and config.stack.kinds["L"].mixer.causal
+    assert family.read(Fields(family.write(config), "config.json")) == config
+    for ending, decoder in (("ForCausalLM", False), ("ForMaskedLM", True)):
+        with pytest.raises(CheckpointError, match="is_decoder"):
+            family.read(fields("roformer", ending, is_decoder=decoder))
+
+
+def test_labels() -> None:
+    names = {"1": "no", "0": "yes", "2": "maybe"}
+    config = find("bert").read(fields("bert", "ForSequenceClassification", id2label=names))
+    assert isinstance(config.head, Classes) and config.head.labels == ("yes", "no", "maybe")
+    assert find("bert").write(config)["id2label"] == {"0": "yes", "1": "no", "2": "maybe"}
+    with pytest.raises(CheckpointError, match="id2label"):
+        find("bert").read(fields("bert", "ForTokenClassification", id2label={"1": "a", "2": "b"}))
+    assert isinstance(find("bert").read(fields("bert", "ForMaskedLM", id2label={"x": "a"})).head, Head)
+
+
+def test_the_discriminator() -> None:
+    config = find("electra").read(fields("electra", "ForPreTraining", embedding_size=6))
+    assert isinstance(config.head, Classes) and config.head.labels == ("replaced",)
+    assert find("electra").write(config)["architectures"] == ["ElectraForPreTraining"]
+
+
+def test_modernbert_s_layers_in_both_spellings() -> None:
+    family = find("modernbert")
+    old = family.read(
+        fields("modernbert", "Model", num_hidden_layers=5, global_attn_every_n_layers=2, local_attention=8)
+    )
+    types = ["full_attention", "sliding_attention"] * 2 + ["full_attention"]
+    thetas = {"full_attention": {"rope_theta": 160000.0}, "sliding_attention": {"rope_theta": 10000.0}}
+    new = fields(
+        "modernbert", "Model", num_hidden_layers=5, layer_types=types, rope_parameters=thetas, local_attention=8
+    )
+    assert family.read(new) == old
+    stack = old.stack
+    assert [stack.layer(i).mixer.window for i in range(5)] == [None, 5, None, 5, None]
+    assert [stack.layer(i).first_norm for i in range(5)] == [False, True, True, True, True]
+    other = family.read(fields("modernbert", "Model", layer_types=["sliding_attention", "full_attention"]))
+    assert family.read(Fields(family.write(other), "config.json")) == other
+    null = family.read(fields("modernbert", "Model", local_rope_theta=None, global_rope_theta=500.0))
+    assert {layer.mixer.position.theta for layer in null.stack.kinds.values()} == {500.0}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ending", "own"),
+    [
+        ("bert", "ForMaskedLM", {"position_embedding_type": "relative_key"}),
+        ("bert", "ForMaskedLM", {"is_decoder": True}),
+        ("bert", "ForMaskedLM", {"add_cross_attention": True}),
+        ("bert", "ForMaskedLM", {"pruned_heads": {"0": [1]}}),
+        ("bert", "LMHeadModel", {}),
+        ("bert", "ForPreTraining", {}),
+        ("roberta", "ForMaskedLM", {"pad_token_id": 20}),
+        ("mpnet", "ForMaskedLM", {"relative_attention_num_buckets": 16}),
+        ("roformer", "ForMaskedLM", {"rotary_value": True}),
+        ("modernbert", "ForMaskedLM", {"layer_types": ["full_attention", "chunked_attention"]}),
+        ("modernbert", "ForSequenceClassification", {"classifier_pooling": "max"}),
+        ("modernbert", "ForMaskedLM", {"rope_theta": 500.0}),
+    ],
+)
+def test_what_is_refused_is_named(model_type: str, ending: str, own: dict[str, Any]) -> None:
+    name = next(iter(own), ending)
+    with pytest.raises(CheckpointError, match=name):
+        find(model_type).read(fields(model_type, ending, **own))

@@ -1,0 +1,165 @@
+"""Models that kvad made, of each topology, written for transformers and read by it; and the way there and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvad import config as cfg
+from kvad.checkpoint.export import choose_family, export_hf, import_hf
+from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.native import save
+from kvad.checkpoint.open import load_model, open_checkpoint
+from kvad.config import ModelConfig
+from kvad.errors import CheckpointError, UsageError
+from kvad.lab.replay import uncached, whole_row
+from kvad.model.transformer import Transformer
+from kvad.text.tokenizer import train_tokenizer
+from tests.models import randomise
+
+NORM = cfg.Norm("layer", bias=True)
+
+
+def attention(**changes: Any) -> cfg.Attention:
+    return cfg.Attention(6, **{"position": None, "bias": True, "out_bias": True, **changes})
+
+
+def configs() -> dict[str, ModelConfig]:
+    """Like what ``kvad train`` makes: a Llama, a BERT, and a BART."""
+    llama = cfg.Layer(cfg.Attention(6, 2, head_dim=8), cfg.Gated(52))
+    bert = cfg.Layer(attention(causal=False), cfg.Plain(52, bias=True), cfg.Norm("layer", 1e-12, bias=True))
+    cross = attention(causal=False)
+    bart = cfg.Layer(attention(), cfg.Plain(52, bias=True), NORM, cross)
+    head = cfg.Head(bias=True, transform=cfg.Transform("gelu", True, bert.norm))
+    embed = cfg.Embedding(cfg.LearnedPositions(66, offset=2), 1.0, NORM)
+    post = {"norm_place": "post", "final_norm": False}
+    return {
+        "decoder": ModelConfig(36, 300, 64, cfg.Stack(2, {"L": llama})),
+        "encoder": ModelConfig(
+            36,
+            300,
+            64,
+            encoder=cfg.Stack(2, {"L": bert}, **post),  # type: ignore[arg-type]
+            embed=cfg.Embedding(cfg.LearnedPositions(64), 1.0, bert.norm, segments=2),
+            head=head,
+        ),
+        "encoder-decoder": ModelConfig(
+            36,
+            300,
+            64,
+            cfg.Stack(2, {"L": bart}, **post),  # type: ignore[arg-type]
+            cfg.Stack(2, {"L": cfg.Layer(attention(causal=False), bart.mlp, NORM)}, **post),  # type: ignore[arg-type]
+            embed,
+            cfg.Source(64, embed),
+            cfg.Head(bias=True),
+        ),
+    }
+
+
+CLASSES = {
+    "decoder": "LlamaForCausalLM",
+    "encoder": "BertForMaskedLM",
+    "encoder-decoder": "BartForConditionalGeneration",
+}
+
+
+@pytest.fixture(params=CLASSES)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def made(kind: str, folder: Path) -> Transformer:
+    torch.manual_seed(1)
+    model = Transformer(configs()[kind])
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        randomise(name, parameter, generator)
+    tokenizer = train_tokenizer("bpe", ["a text of some words, and a few more words of it"] * 3, vocab_size=300)
+    facts = Generation(start=1, bos=1, stops=(2,), pad=0) if kind == "encoder-decoder" else None
+    save(folder, model.config, model.state_dict(), tokenizer, generation=facts)
+    return model.eval()
+
+
+IDS, SOURCE = [5, 17, 250, 9, 77, 31, 8], [40, 41, 299, 43, 44]
+
+
+@torch.inference_mode()
+def said(model: Transformer) -> Tensor:
+    if model.config.kind == "encoder":
+        step = whole_row(model, IDS)
+        return model.logits(model.encode(step), step.wanted)
+    return uncached(model, IDS, source=SOURCE if model.config.kind == "encoder-decoder" else None)
+
+
+def test_transformers_reads_what_kvad_made_and_says_the_same(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = made(kind, tmp_path / "ours")
+    assert export_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs") == CLASSES[kind]
+    theirs = getattr(transformers, CLASSES[kind]).from_pretrained(tmp_path / "theirs", attn_implementation="eager")
+    assert isinstance(transformers.AutoModel.from_pretrained(tmp_path / "theirs"), transformers.PreTrainedModel)
+    ids, source = torch.tensor([IDS]), torch.tensor([SOURCE])
+    with torch.inference_mode():
+        if kind == "encoder-decoder":
+            expected = theirs.eval()(input_ids=source, decoder_input_ids=ids).logits[0]
+        else:
+            expected = theirs.eval()(input_ids=ids).logits[0]
+    torch.testing.assert_close(said(model), expected, rtol=1.3e-6, atol=2e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    text = "a few words of it"
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == open_checkpoint(
+        tmp_path / "ours"
+    ).tokenizer.encode(text)  # type: ignore[union-attr]
+
+
+def test_there_and_back_is_the_same_model(kind: str, tmp_path: Path) -> None:
+    model = made(kind, tmp_path / "ours")
+    export_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs")
+    import_hf(open_checkpoint(tmp_path / "theirs"), tmp_path / "again")
+    again, opened = load_model(tmp_path / "again")
+    assert opened.config == model.config and opened.origin is not None
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    straight, _ = load_model(tmp_path / "theirs")
+    torch.testing.assert_close(said(straight), said(model), rtol=0, atol=0)
+    if kind == "encoder-decoder":
+        facts = opened.generation
+        assert (facts.start, facts.stops, facts.pad) == (1, (2,), 0)
+
+
+def test_a_tied_matrix_is_written_once(tmp_path: Path) -> None:
+    made("decoder", tmp_path / "ours")
+    export_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs")
+    from kvad.checkpoint.shards import open_tensors
+
+    assert "lm_head.weight" not in open_tensors(tmp_path / "theirs")
+
+
+def test_what_no_class_can_hold_is_told(tmp_path: Path) -> None:
+    layer = cfg.Layer(cfg.Attention(6, position=cfg.Alibi(), softcap=3.0), cfg.Gated(52, "relu2"))
+    odd = ModelConfig(36, 300, 64, cfg.Stack(2, {"L": layer}, norm_place="after"))
+    with pytest.raises(CheckpointError, match="no class of transformers can hold this model"):
+        choose_family(odd)
+    with pytest.raises(CheckpointError, match="llama cannot express"):
+        choose_family(odd, "llama")
+    with pytest.raises(UsageError, match="unknown family 'lama'"):
+        choose_family(odd, "lama")
+
+
+def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made("decoder", tmp_path / "ours")
+    export_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("kvad.checkpoint.export.write_sharded", full)
+    with pytest.raises(Exception, match=r"[Nn]o space"):
+        export_hf(open_checkpoint(tmp_path / "ours"), tmp_path / "theirs")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before
+    assert json.loads(before["config.json"])["model_type"] == "llama"

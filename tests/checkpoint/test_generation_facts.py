@@ -1,0 +1,108 @@
+"""What a checkpoint says about generating and pooling: defaults that a caller may change, and what is not applied."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvad import LLM
+from kvad.cache.sizing import CacheConfig
+from kvad.checkpoint.generation import Generation, read_generation, read_pooling
+from kvad.config import Attention, Layer, ModelConfig, Plain, Pooled, Stack, Transform
+from kvad.errors import CheckpointError, RequestError
+from kvad.lab.replay import whole_row
+from kvad.model.transformer import Transformer
+
+
+def folder_of(path: Path, kinds: list[str], pooling: dict[str, Any]) -> Path:
+    modules = [
+        {"idx": i, "path": f"{i}_{kind}", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    for module in modules:
+        (path / module["path"]).mkdir()
+        if module["type"].endswith("Pooling"):
+            (path / module["path"] / "config.json").write_text(json.dumps(pooling))
+    return path
+
+
+MEAN = {"word_embedding_dimension": 8, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+
+
+def test_mean_and_first_and_unit_length(tmp_path: Path) -> None:
+    assert read_pooling(tmp_path) == (None, False)
+    assert read_pooling(folder_of(tmp_path, ["Transformer", "Pooling", "Normalize"], MEAN)) == ("mean", True)
+    other = tmp_path / "other"
+    other.mkdir()
+    first = {**MEAN, "pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    assert read_pooling(folder_of(other, ["Transformer", "Pooling"], first)) == ("first", False)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "message"),
+    [
+        (["Transformer", "Pooling", "Dense"], MEAN, "Dense is not supported"),
+        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens is not supported"),
+    ],
+)
+def test_other_ways_are_refused(tmp_path: Path, kinds: list[str], pooling: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_pooling(folder_of(tmp_path, kinds, pooling))
+
+
+def test_embed_pools_as_the_checkpoint_says_and_as_it_is_told() -> None:
+    mixer = Attention(4, causal=False)
+    head = Pooled("first", transform=Transform("tanh"))
+    config = ModelConfig(16, 31, 24, encoder=Stack(2, {"L": Layer(mixer, Plain(20))}), head=head)
+    torch.manual_seed(0)
+    model = Transformer(config).eval()
+    ids = [[3, 4, 5], [7, 8], [9, 1, 2, 3, 4]]
+    with torch.inference_mode():
+        hidden = [model.encode(whole_row(model, row)) for row in ids]
+    mean = torch.stack([each.mean(0) for each in hidden])
+    with LLM(model, None, CacheConfig(capacity=24, rows=2), generation=Generation(pool="mean", unit=True)) as llm:
+        torch.testing.assert_close(llm.embed(ids), torch.nn.functional.normalize(mean, dim=-1))
+        torch.testing.assert_close(llm.embed(ids, pool="mean"), mean)
+        torch.testing.assert_close(llm.embed(ids, pool="first"), torch.stack([each[0] for each in hidden]))
+        torch.testing.assert_close(llm.embed(ids[0], pool="head")[0], llm.logits(ids[0]))
+        with pytest.raises(RequestError, match="cannot continue a text"):
+            llm.generate(ids)
+
+
+# ---------------------------------------------------------------- what a checkpoint says about generating
+
+
+def test_what_the_file_says_is_a_default_or_is_said_to_be_unheard() -> None:
+    said = {
+        "decoder_start_token_id": 3,
+        "eos_token_id": [2, 5],
+        "bad_words_ids": [[7], [8, 9]],
+        "max_length": 40,
+        "num_beams": 4,
+        "length_penalty": 0.8,
+        "encoder_no_repeat_ngram_size": 3,
+        "num_beam_groups": 1,
+    }
+    facts = read_generation({}, said)
+    assert (facts.start, facts.stops, facts.banned, facts.bad_words) == (3, (2, 5), (7,), ((8, 9),))
+    assert facts.sampling == {"max_tokens": 39, "beams": 4, "length_penalty": 0.8, "temperature": 0.0}
+    assert facts.unheard == ("encoder_no_repeat_ngram_size",)
+    assert read_generation({"eos_token_id": 1, "num_beams": 4}, None).sampling is None
+
+
+def test_defaults_give_way_to_what_is_asked() -> None:
+    facts = read_generation({}, {"num_beams": 4, "length_penalty": 0.5, "bad_words_ids": [[7, 8]], "max_new_tokens": 9})
+    mixer = Attention(4)
+    model = Transformer(ModelConfig(16, 31, 24, Stack(1, {"L": Layer(mixer, Plain(20))}))).eval()
+    with LLM(model, None, CacheConfig(capacity=24, rows=8), generation=facts) as llm:
+        plain = llm.sampling()
+        assert (plain.beams, plain.length_penalty, plain.max_tokens, plain.bad_words) == (4, 0.5, 9, ((7, 8),))
+        assert (llm.sampling(n=3).beams, llm.sampling(n=3).n) == (4, 3)
+        assert llm.sampling(n=6, temperature=1.0).beams == 1
+        assert (llm.sampling(temperature=0.7).beams, llm.sampling(temperature=0.7).max_tokens) == (1, 9)
+        assert (llm.sampling(beams=2).beams, llm.sampling(max_tokens=3).max_tokens) == (2, 3)

@@ -1,0 +1,523 @@
+"""Names and paths, a hub of our own on this machine, and one line for whatever goes wrong with it."""
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants, errors
+
+from kvad.checkpoint import hub
+from kvad.checkpoint.hub import refuse_unreadable, resolve
+from kvad.checkpoint.shards import open_tensors, write_sharded
+from kvad.errors import CheckpointError, SaveError, UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    """An empty working folder and cache, and nobody to call."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+    def refuse(*arguments, **options):
+        raise AssertionError("a network call")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "HfApi", refuse)
+
+
+def refusal(*arguments, kind=CheckpointError, **options):
+    with pytest.raises(kind) as caught:
+        resolve(*arguments, **options)
+    assert type(caught.value) is kind and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------- names and paths
+
+
+def test_a_folder_that_is_there_is_itself(tmp_path, monkeypatch):
+    Path("org/name").mkdir(parents=True)
+    assert resolve("org/name") == Path("org/name") and resolve(tmp_path) == tmp_path and resolve(".") == Path()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/here") == tmp_path / "here"
+    message = refusal("org/name", revision="main", kind=UsageError)
+    assert "org/name is a folder: it has no revision 'main'" in message
+
+
+@pytest.mark.parametrize("path", ["./m", "../m", "/no/m", "~/no", "~nobody-of-that-name/m", "a/b/c", "runs/x", "./a@b"])
+def test_what_looks_like_a_path_is_never_looked_up(path):
+    Path("runs").mkdir()
+    assert f"no such folder: {path}" in refusal(path)
+
+
+def test_a_misspelt_path_has_a_nearest_one():
+    Path("runs/shakespeare").mkdir(parents=True)
+    message = refusal("runs/shakespear")
+    assert "did you mean runs/shakespeare?" in message and "hf://runs/shakespear would be the hub's" in message
+    assert "did you mean runs?" in refusal("./run/x") and "hf://" not in refusal("./run/x")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "",
+            "gpt2",
+            "hf://gpt2",
+            "a/b/",
+            "a b/c",
+            "org/",
+            "/@x",
+            "org/name@",
+            "org/-x",
+            "org/x.",
+            "o--g/x",
+            "a/b@c d",
+        ),
+        *("é/x", "hf://../x", "hf://a/b/c", "x\0/y", "x" * 5000, "o/" + "x" * 100, "org\\name", "https://hf.co/a/b"),
+    ],
+)
+def test_what_is_neither(name):
+    assert any(words in refusal(name) for words in ("neither a folder nor a name", "no such folder"))
+
+
+def test_a_file_is_no_folder():
+    Path("m.gguf").touch()
+    Path("m.safetensors").touch()
+    assert "m.gguf is a file (GGUF is llama.cpp's" in refusal("m.gguf")
+    assert "name the folder" in refusal("m.safetensors")
+
+
+def test_importing_it_loads_neither_torch_nor_the_hub():
+    code = "import sys, kvad.checkpoint.hub; print({'torch', 'huggingface_hub', 'requests'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# ---------------------------------------------------------------- what is asked of huggingface_hub
+
+
+class Fake:
+    """In the place of snapshot_download: a repository of names and contents, and the calls it got."""
+
+    def __init__(self, monkeypatch, tmp_path, files):
+        self.folder, self.files, self.calls = tmp_path / "snapshots" / ("c" * 40), files, []
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda token: self)
+
+    def download(self, repo, *, allow_patterns, ignore_patterns, **options):
+        self.calls.append((repo, options))
+        chosen = huggingface_hub.utils.filter_repo_objects(
+            self.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in chosen:
+            (self.folder / name).write_text(self.files[name])
+        return str(self.folder)
+
+    def list_repo_files(self, repo, revision):
+        assert revision == "c" * 40
+        return list(self.files)
+
+
+WANTED = [
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
+    *("spiece.model", "source.spm", "model.safetensors.index.json"),
+    *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+]
+UNWANTED = [
+    *("README.md", "pytorch_model.bin", "modeling_x.py", "tokenization_x.py", "tokenizer_x.py", "original/model.pth"),
+    *("onnx/model.safetensors", "consolidated.safetensors", "model.fp16.safetensors", "x-q4.gguf", "training_args.bin"),
+    *("original/tokenizer.model", "flax_model.msgpack", "events.tfevents", "adapter_model.safetensors"),
+]
+
+
+def test_only_what_is_needed_is_asked_for(monkeypatch, tmp_path):
+    fake = Fake(monkeypatch, tmp_path, dict.fromkeys([*WANTED, *UNWANTED], "{}"))
+    assert resolve("org/name") == fake.folder
+    assert sorted(path.name for path in fake.folder.iterdir()) == sorted(WANTED)
+
+
+def test_revision_token_progress_and_cache_are_handed_on(monkeypatch, tmp_path):
+    fake = Fake(monkeypatch, tmp_path, {"config.json": "{}", "model.safetensors": ""})
+    given = {"token": "hf_x", "cache_dir": tmp_path}
+    resolve("hf://org/name@refs/pr/3", progress=int, **given)
+    (repo, first), (_, second) = fake.calls
+    assert repo == "org/name" and first == {
+        "revision": "refs/pr/3",
+        "tqdm_class": int,
+        "local_files_only": False,
+        **given,
+    }
+    assert second == {**first, "revision": "c" * 40}  # the weights are of the commit that the config was of
+    resolve("org/name", revision="v1")
+    assert fake.calls[2][1]["revision"] == "v1" and "tqdm_class" not in fake.calls[2][1]
+    assert "two revisions of org/name: 'v1' and 'v2'" in refusal("org/name@v1", revision="v2", kind=UsageError)
+
+
+@pytest.mark.parametrize(
+    ("variable", "offline", "local"), [("1", None, True), ("", None, False), ("", True, True), ("1", False, False)]
+)
+def test_offline(monkeypatch, tmp_path, variable, offline, local):
+    monkeypatch.setenv("HF_HUB_OFFLINE", variable)
+    fake = Fake(monkeypatch, tmp_path, {"config.json": "{}"})
+    fake.folder.mkdir(parents=True)
+    (fake.folder / "model.safetensors").touch()
+    resolve("org/name", offline=offline)
+    assert fake.calls[0][1]["local_files_only"] is local and len(fake.calls) == (1 if local else 2)
+
+
+def test_a_folder_here_hides_the_hub_unless_it_is_named(monkeypatch, tmp_path):
+    Path("org").mkdir()
+    assert "no such folder: org/name (hf://org/name would be the hub's)" in refusal("org/name")
+    fake = Fake(monkeypatch, tmp_path, {"model.safetensors": ""})
+    assert resolve("hf://org/name") == fake.folder
+
+
+def test_what_kvad_cannot_read_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_path):
+    config = json.dumps({"quantization_config": {"quant_method": "gptq"}})
+    fake = Fake(monkeypatch, tmp_path, {"config.json": config, "model.safetensors": ""})
+    assert "org/name@v1 is quantized (GPTQ)" in refusal("org/name@v1") and len(fake.calls) == 1
+
+
+def test_a_repository_without_safetensors(monkeypatch, tmp_path):
+    Fake(monkeypatch, tmp_path, {"config.json": "{}", "pytorch_model.bin": "", "onnx/model.safetensors": ""})
+    message = refusal("org/name")
+    assert "org/name has no safetensors, only pytorch_model.bin" in message and "refs/pr/N" in message
+    Fake(monkeypatch, tmp_path / "2", {"m-q4.gguf": "", "README.md": ""})
+    assert "only m-q4.gguf" in refusal("org/name")
+    Fake(monkeypatch, tmp_path / "3", {"config.json": "{}"})
+    assert "in the cache without its weights" in refusal("org/name", offline=True)
+
+
+# ---------------------------------------------------------------- errors
+
+
+class Answer:
+    def __init__(self, status):
+        self.status_code, self.headers, self.request = status, {}, None
+
+
+def http(kind, status):
+    return kind("many\nlines\nRequest ID: x", response=Answer(status))
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+LOCAL = errors.LocalEntryNotFoundError
+
+ERRORS = {
+    "no such": (
+        lambda: http(errors.RepositoryNotFoundError, 401),
+        "no such model on the hub: org/name (check the name",
+    ),
+    "gated": (
+        lambda: http(errors.GatedRepoError, 403),
+        "org/name is gated: its owner must let you in (ask at https://hugging",
+    ),
+    "gated, login": (lambda: http(errors.GatedRepoError, 401), "hf auth login (or set HF_TOKEN)"),
+    "revision": (lambda: http(errors.RevisionNotFoundError, 404), "org/name has no revision 'main'"),
+    "a bad token": (lambda: http(errors.HfHubHTTPError, 401), "answered 401 for org/name (hf auth login"),
+    "too many": (
+        lambda: http(errors.HfHubHTTPError, 429),
+        "answered 429 for org/name (try again later; nothing is cached",
+    ),
+    "down": (lambda: caused(LOCAL("x"), http(errors.HfHubHTTPError, 503)), "the hub answered 503 for org/name"),
+    "no network": (
+        lambda: caused(LOCAL("x"), ConnectionError()),
+        "cannot reach the hub for org/name (check the connection",
+    ),
+    "no network, later": (
+        lambda: ConnectionResetError(errno.ECONNRESET, "reset"),
+        "failed for org/name: ConnectionReset",
+    ),
+    "a file came short": (
+        lambda: OSError("Consistency check failed:\nx"),
+        "failed for org/name: OSError (check it and",
+    ),
+    "too slow": (lambda: TimeoutError(), "the connection to the hub failed for org/name: TimeoutError"),
+}
+
+
+def fail(monkeypatch, error):
+    def download(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_error_is_one_clear_line(monkeypatch, name):
+    error, words = ERRORS[name]
+    fail(monkeypatch, error())
+    message = refusal("org/name")
+    assert words in message and "Request ID" not in message
+
+
+def test_errors_of_the_network_library_itself(monkeypatch):
+    for module in ("requests.exceptions", "httpx"):
+        kind = type("ProxyError", (Exception,), {"__module__": module})
+        fail(monkeypatch, kind("x"))
+        assert "the connection to the hub failed for org/name: ProxyError" in refusal("org/name")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)),
+        caused(LOCAL("x"), OSError(errno.ENOSPC, "full")),
+        RuntimeError("Data processing error: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk(monkeypatch, tmp_path, error):
+    fail(monkeypatch, error)
+    message = refusal("org/name@v1", kind=SaveError)
+    assert f"no space left while downloading org/name@v1 to {tmp_path / 'cache'}" in message and "HF_HOME" in message
+
+
+def test_a_cache_that_may_not_be_written(monkeypatch, tmp_path):
+    fail(monkeypatch, PermissionError(errno.EACCES, "Permission denied"))
+    assert refusal("org/name", cache_dir=tmp_path, kind=SaveError) == f"cannot write to {tmp_path}: Permission denied"
+
+
+def test_our_own_bugs_are_not_the_worlds(monkeypatch):
+    fail(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        resolve("org/name")
+
+
+def test_what_is_cached_is_said(monkeypatch, tmp_path):
+    for name in ("Qwen/Qwen3-0.6B", "org/other", *(f"z/{i}" for i in range(5))):
+        folder = tmp_path / "cache" / f"models--{name.replace('/', '--')}" / "snapshots" / "0123"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+    fail(monkeypatch, LOCAL("x"))
+    message = refusal("org/name@v1", offline=True)
+    assert "org/name@v1 is not in the cache, and kvad is offline" in message
+    assert "cached: Qwen/Qwen3-0.6B, org/other, z/0, z/1, z/2 and 2 more" in message
+    fail(monkeypatch, http(errors.RepositoryNotFoundError, 404))
+    assert "did you mean 'Qwen/Qwen3-0.6B'?" in refusal("Qwen/Qwen3-0.6")
+
+
+# ---------------------------------------------------------------- a hub on this machine, with the real library
+
+COMMIT = "a" * 40
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from kvad.checkpoint.hub import resolve
+from kvad.errors import KvadError
+for line in sys.stdin:
+    name, offline = line.split()
+    try:
+        print("path", resolve(name, offline=offline == "offline"), flush=True)
+    except KvadError as error:
+        print(type(error).__name__, error, flush=True)
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The three answers of huggingface.co that a download takes; ``cut``: files of which the first answer is half."""
+
+    files: dict[str, bytes]
+    cut: set[str]
+    log: list[tuple[str, str]]
+
+    def log_message(self, *arguments):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        parts = self.path.partition("?")[0].strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            self.describe("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main")
+        elif parts[:2] == ["org", "gated"]:
+            self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
+        else:
+            self.send_file(parts[-1])
+
+    def describe(self, repo, revision):
+        if repo not in ("org/name", "org/gated"):
+            self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif revision not in ("main", COMMIT):
+            self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        else:
+            siblings = [{"rfilename": name} for name in self.files]
+            self.answer(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode(), {})
+
+    def send_file(self, name):
+        content = self.files[name]
+        first = int(self.headers.get("Range", "bytes=0-")[6:].split("-")[0])
+        self.log.append((self.command, name if not first else f"{name} from {first}"))
+        more = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        rest = content[first:]
+        if first:
+            more["Content-Range"] = f"bytes {first}-{len(content) - 1}/{len(content)}"
+        if self.command == "GET" and name in self.cut:
+            self.cut.discard(name)
+            self.answer(200, rest, more, half=True)
+        else:
+            self.answer(206 if first else 200, rest, more)
+
+    def answer(self, status, body, headers, half=False):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[: len(body) // 2] if half else body)
+        if half:
+            self.close_connection = True
+            self.connection.shutdown(2)
+
+
+@pytest.fixture
+def server(tmp_path):
+    wanted = {"w": torch.arange(8_000_000.0)}
+    write_sharded(tmp_path / "made", wanted)
+    Hub.files = {
+        "config.json": b'{"model_type": "llama"}',
+        "tokenizer.json": b"{}",
+        "modeling_x.py": b"raise SystemExit",
+        "pytorch_model.bin": b"pickle",
+        "model.safetensors": (tmp_path / "made" / "model.safetensors").read_bytes(),
+    }
+    Hub.cut, Hub.log = set(), []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def ask(server, tmp_path, *lines):
+    """What a process of its own, with the real library, answers to each ``NAME online`` or ``NAME offline``."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))},
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "no_proxy": "127.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        input="\n".join(lines),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return [tuple(line.split(" ", 1)) for line in done.stdout.splitlines()]
+
+
+def test_a_download_its_resumption_and_offline(server, tmp_path):
+    Hub.cut = {"model.safetensors"}
+    first, again, offline, other = ask(
+        server, tmp_path, "org/name online", "org/name online", "org/name offline", "org/other offline"
+    )
+    assert first[0] == "CheckpointError" and "the connection to the hub failed for org/name: " in first[1]
+    assert "run this again: what has come so far is kept; nothing is cached" in first[1]
+    assert again == offline and again[0] == "path"
+    folder = Path(again[1])
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert torch.equal(open_tensors(folder)["w"], torch.arange(8_000_000.0))
+    fetched = [name for command, name in Hub.log if command == "GET"]
+    resumed = [name for name in fetched if " from " in name]
+    assert len(fetched) == 4 and len(resumed) == 1 and int(resumed[0].split()[-1]) > 1_000_000
+    assert other == ("CheckpointError", other[1]) and "cached: org/name" in other[1] and "offline" in other[1]
+
+
+def test_what_the_hub_refuses(server, tmp_path):
+    none, gated, revision = ask(server, tmp_path, "org/none online", "org/gated online", "org/name@v9 online")
+    assert none[0] == gated[0] == revision[0] == "CheckpointError"
+    assert none[1].startswith("no such model on the hub: org/none (check the name")
+    assert gated[1].startswith("org/gated is gated: its owner must let you in")
+    assert revision[1].startswith("org/name has no revision 'v9'")
+
+
+def test_nobody_answers(server, tmp_path):
+    server.shutdown()
+    server.server_close()
+    [answer] = ask(server, tmp_path, "org/name online")
+    assert answer == ("CheckpointError", "cannot reach the hub for org/name (check the connection; nothing is cached)")
+
+
+# ---------------------------------------------------------------- kinds of weights
+
+
+def folder_of(tmp_path, config=None, *names):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    for name in names:
+        (folder / name).touch()
+    return folder
+
+
+KINDS = {
+    "pickle": ({}, ["pytorch_model.bin"], "no safetensors, only pytorch_model.bin (a pickle can run code"),
+    "pickles": ({}, ["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "safe_serialization=True"),
+    "pth": (None, ["consolidated.00.pth", "params.json"], "only consolidated.00.pth"),
+    "gguf": (None, ["m-q4_k_m.gguf", "README.md"], "only m-q4_k_m.gguf (GGUF is llama.cpp's format"),
+    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["model.safetensors"], "quantized (GPTQ)"),
+    "awq": ({"quantization_config": {"quant_method": "awq"}}, ["model.safetensors"], "use the model that it was made"),
+    "quantized": ({"quantization_config": {"bits": 4}}, ["model.safetensors"], "quantized (quantization_config)"),
+    "oddly": ({"quantization_config": {"quant_method": "a\nb"}}, ["model.safetensors"], "(quantization_config)"),
+    "compressed": ({"compression_config": {"x": 1}}, ["model.safetensors"], "quantized (compression_config)"),
+    "adapter": (None, ["adapter_config.json", "adapter_model.safetensors"], "is an adapter (LoRA), not a model"),
+    "onnx": ({}, ["model.onnx"], "only model.onnx"),
+    "no index": ({}, ["model-00001-of-00002.safetensors"], "only model-00001-of-00002.safetensors"),
+    "nothing": ({}, ["README.md"], "holds no weights: neither model.safetensors nor model.safetensors.index.json"),
+    "a config that is none": ("[" * 99_999, ["model.safetensors"], "config.json is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_other_kinds_of_weights_are_refused_with_the_way_out(tmp_path, name):
+    config, names, words = KINDS[name]
+    folder = folder_of(tmp_path, config, *names)
+    for act in (refuse_unreadable, open_tensors):
+        with pytest.raises(CheckpointError) as caught:
+            act(folder)
+        assert words in str(caught.value) and str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_beside_whole_weights_does_not_matter(tmp_path):
+    beside = ["pytorch_model.bin", "m.gguf", "adapter_config.json", "consolidated.safetensors"]
+    refuse_unreadable(folder_of(tmp_path, {"quantization_config": None}, "model.safetensors", *beside))
+
+
+def test_no_folder_at_all(tmp_path):
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(CheckpointError, match="no such folder"):
+        open_tensors(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"is a file \(GGUF"):
+        open_tensors(tmp_path / "m.gguf")
+
+
+def test_the_patterns_name_no_code_and_no_pickle():
+    assert not [pattern for pattern in hub.SMALL + hub.LARGE if pattern.endswith((".py", ".bin", ".pt", ".pkl", "*.*"))]

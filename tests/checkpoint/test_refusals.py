@@ -1,0 +1,110 @@
+"""What GPT's families cannot read or express is said by name: no field that changes numbers is ignored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvad import config as cfg
+from kvad.checkpoint.families import find
+from kvad.checkpoint.hf import Fields
+from kvad.config import ModelConfig
+from kvad.errors import CheckpointError
+
+GPT = {"vocab_size": 97, "n_embd": 48, "n_head": 6, "n_layer": 3}
+BODY = {"vocab_size": 97, "hidden_size": 48, "num_attention_heads": 6, "num_hidden_layers": 3, "intermediate_size": 52}
+NEO = {"vocab_size": 97, "hidden_size": 48, "num_heads": 6, "num_layers": 4}
+NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
+FILES: dict[str, dict[str, Any]] = {
+    "openai-gpt": GPT,
+    "opt": {**BODY, "ffn_dim": 52},
+    "gpt_neo": {**NEO, "attention_types": [[["global", "local"], 2]]},
+    "bloom": {**GPT, "hidden_size": 48},
+    "mpt": {"vocab_size": 97, "d_model": 48, "n_heads": 6, "n_layers": 3},
+    "falcon": BODY,
+    "gptj": {**GPT, "rotary_dim": 4},
+    "codegen": {**GPT, "n_head": 8, "n_embd": 64, "rotary_dim": 4},
+    "gpt_neox": BODY,
+    "phi": BODY,
+    "stablelm": {**BODY, "num_key_value_heads": 2},
+    "xglm": {"vocab_size": 97, "d_model": 48, "attention_heads": 6, "num_layers": 3, "ffn_dim": 52},
+    "biogpt": BODY,
+    "gpt_bigcode": GPT,
+}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("openai-gpt", {"afn": "gelu_new"}, "afn 'gelu_new'"),
+    ("opt", {"activation_function": "mish"}, "activation_function 'mish'"),
+    ("gpt_neo", {"attention_types": [[["strided"], 4]]}, "attention_types"),
+    ("gpt_neo", {"attention_types": [[["global"], 3]]}, "disagree"),
+    ("gpt_neo", {"attention_layers": ["local"] * 4}, "disagree"),
+    ("mpt", {"attn_config": {"alibi": False}}, "alibi False"),
+    ("mpt", {"attn_config": {"alibi_bias_max": 16}}, "alibi_bias_max 16"),
+    ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln True"),
+    ("mpt", {"attn_config": {"prefix_lm": True}}, "prefix_lm True"),
+    ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_type 'multiquery_attention'"),
+    ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "logit_scale"),
+    ("mpt", {"no_bias": False}, "no_bias False"),
+    ("mpt", {"norm_type": "rmsnorm"}, "norm_type 'rmsnorm'"),
+    ("falcon", {"multi_query": False, "num_kv_heads": 2}, "num_kv_heads 2"),
+    ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn 2"),
+    ("falcon", {**NEW, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn 3"),
+    ("falcon", {**NEW, "parallel_attn": False}, "parallel_attn False"),
+    ("falcon", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm True"),
+    ("gptj", {"rotary_dim": None}, "rotary_dim is missing"),
+    ("gptj", {"rotary": False}, "rotary False"),
+    ("codegen", {"scale_attn_weights": False}, "scale_attn_weights False"),
+    ("gpt_neox", {"rotary_pct": 0.25, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+    ("gpt_neox", {"rotary_emb_base": 10000, "rope_theta": 500.0}, "rope_theta 500.0"),
+    ("gpt_neox", {"rope_scaling": {"rope_type": "spiral"}}, "rope_type 'spiral'"),
+    ("phi", {"head_dim": 4}, "head_dim 4"),
+    ("stablelm", {"head_dim": 4}, "head_dim 4"),
+    ("xglm", {"add_cross_attention": True}, "add_cross_attention True"),
+    ("biogpt", {"add_cross_attention": True}, "add_cross_attention True"),
+    ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention True"),
+]
+
+
+def read(name: str, **changes: Any) -> ModelConfig:
+    return find(name).read(Fields({**FILES[name], **changes, "model_type": name}, "config.json"))
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[f"{n}-{m}" for n, _, m in REFUSED])
+def test_a_field_that_kvad_cannot_follow_is_refused_by_name(name: str, changes: dict[str, Any], message: str) -> None:
+    read(name)
+    with pytest.raises(CheckpointError, match=message):
+        read(name, **changes)
+
+
+def altered(config: ModelConfig, **mixer: Any) -> ModelConfig:
+    stack = config.stack
+    kinds = {letter: replace(layer, mixer=replace(layer.mixer, **mixer)) for letter, layer in stack.kinds.items()}
+    return replace(config, decoder=replace(stack, kinds=kinds))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_model_that_their_class_cannot_express_is_not_written(name: str) -> None:
+    config = read(name)
+    write = find(name).write
+    assert read(name, **write(config)) == config
+    for change, part in (({"softcap": 5.0}, "softcap"), ({"sinks": True}, "sinks"), ({"scale": 0.3}, "scale")):
+        if (name, part) != ("mpt", "scale"):
+            with pytest.raises(CheckpointError, match=rf"decoder\.layers\.0\.mixer\.{part}"):
+                write(altered(config, **change))
+    with pytest.raises(CheckpointError, match=r"embed\.scale is 3"):
+        write(replace(config, embed=replace(config.embed, scale=3.0)))
+    with pytest.raises(CheckpointError, match="cannot express"):
+        write(replace(config, decoder=replace(config.stack, norm_place="sandwich")))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_another_spelling_of_the_same_model_is_written(name: str) -> None:
+    """Heads counted twice, a dimension stated, a scale as a number: theirs says as much as of the first spelling."""
+    config = read(name)
+    mixer = config.stack.layer(0).mixer
+    dim = cfg.head_dim(config, mixer)
+    scale = dim**-0.5 if mixer.scale == "default" else 1.0
+    spelled = altered(config, kv_heads=mixer.kv_heads or mixer.heads, head_dim=dim, value_dim=dim, scale=scale)
+    again = {key: value for key, value in find(name).write(spelled).items() if key not in ("head_dim", "attn_config")}
+    assert again == {key: value for key, value in find(name).write(config).items() if key in again}

@@ -1,0 +1,78 @@
+"""Prints where two oracles differ: the goldens of one case, array by array, and their configs.
+
+python -m tests.oracle.compare [--goldens FOLDER] [--tolerance 1e-5] [--files]
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.oracle import checkpoint
+
+UNSAID = {"transformers_version", "_from_model_config", "dtype", "torch_dtype"}
+
+
+def difference(one: np.ndarray, other: np.ndarray) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    return float(np.abs(one.astype(np.float64) - other).max(initial=0.0))
+
+
+def arrays(one: dict[str, np.ndarray], other: dict[str, np.ndarray], tolerance: float) -> list[str]:
+    """What of the outputs differs, the worst of each kind of array first."""
+    worst: dict[str, float] = {}
+    for key in sorted(one.keys() | other.keys()):
+        kind = key.rsplit("/", 1)[-1] if not key.startswith("beams") else key
+        found = difference(one[key], other[key]) if key in one and key in other else float("inf")
+        worst[kind] = max(worst.get(kind, 0.0), found)
+    return [
+        f"{kind} {found:.1e}" for kind, found in sorted(worst.items(), key=lambda item: -item[1]) if found > tolerance
+    ]
+
+
+def ratio(one: np.ndarray, other: np.ndarray) -> float | None:
+    """The factor between them, if it is one factor."""
+    factor = float((one * other).sum() / (other * other).sum())
+    return factor if np.abs(one - factor * other).max() < 1e-4 and abs(factor - 1) > 1e-4 else None
+
+
+def settings(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The keys of the config that are written differently."""
+    keys = sorted((one.keys() | other.keys()) - UNSAID)
+    pairs = {key: [json.dumps(config[key]) if key in config else "-" for config in (one, other)] for key in keys}
+    return [f"{key}: {left} | {right}" for key, (left, right) in pairs.items() if left != right]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--goldens", type=Path, default=checkpoint.GOLDENS)
+    parser.add_argument("--tolerance", type=float, default=1e-5)
+    parser.add_argument("--files", action="store_true", help="also how the configs and the names of tensors differ")
+    options = parser.parse_args()
+    old, new = checkpoint.ORACLES
+    names = {oracle: checkpoint.names(oracle, options.goldens) for oracle in checkpoint.ORACLES}
+    for name in dict.fromkeys(names[old] + names[new]):
+        if name not in names[old] or name not in names[new]:
+            print(f"{name:28} only in {old if name in names[old] else new}")
+            continue
+        (meta, one), (other_meta, other) = (checkpoint.load(oracle, name, options.goldens) for oracle in (old, new))
+        said = arrays(one, other, options.tolerance)
+        output = f"long/{meta['output']}"
+        factor = ratio(one[output], other[output]) if said else None
+        said += [f"{output} of {old} = {factor:.5f} x that of {new}"] if factor else []
+        if meta["weights_sha256"] != other_meta["weights_sha256"]:
+            said.append("other tensors in the file")
+        print(f"{name:28} {'; '.join(said) or 'agree'}")
+        if options.files:
+            for line in settings(meta["config"], other_meta["config"]):
+                print(f"    config {line}")
+            for tensor in sorted(set(meta["tensors"]) ^ set(other_meta["tensors"])):
+                print(f"    tensor {tensor} only in {old if tensor in meta['tensors'] else new}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,356 @@
+"""Writes docs/models.md, the table of Hugging Face families that kvad reads, from what the tests said of them.
+
+scripts/models            docs/models.md from the goldens, the families and docs/models.json
+scripts/models --run      the tests of tests/checkpoint first, and what they said into docs/models.json
+
+Nothing of the page is written by hand but the words around its tables; ``tests/test_models_page.py`` holds it to what
+this writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from kvad.checkpoint import families
+from kvad.checkpoint.families import FAMILIES, REFUSED
+from kvad.checkpoint.hf import Fields
+from kvad.config import Alibi, Attention, LearnedPositions, ModelConfig, Rope, SinusoidalPositions, Stack, T5Bias
+from kvad.errors import KvadError
+from tests.oracle import checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RESULTS = ROOT / "docs" / "models.md", ROOT / "docs" / "models.json"
+FILES = ("tests/checkpoint/test_families.py", "tests/checkpoint/test_generation.py")
+CHECKS = {  # a test of each case -> what it checks
+    "test_outputs_are_theirs": "outputs",
+    "test_written_back_it_is_the_same_checkpoint": "written",
+    "test_the_greedy_answer_is_theirs": "greedy",
+    "test_the_four_best_of_a_search_are_theirs": "beams",
+    "test_what_no_model_of_ours_has_is_refused_by_name": "refused",
+}
+TOPOLOGIES = {"decoder": "decoder", "encoder": "encoder", "encoder-decoder": "encoder-decoder"}
+POSITIONS = ("learned", "sinusoidal", "T5 bias", "ALiBi", "RoPE", "none")
+AGAIN = "scripts/models --run"
+
+Results = dict[str, dict[str, dict[str, dict[str, Any]]]]  # case -> oracle -> check -> {"outcome", "largest", "says"}
+
+
+# ---------------------------------------------------------------- what the tests said
+
+
+def ask(arguments: list[str]) -> Results:
+    """Run the tests, and read their report."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.oracle.record", f"--junitxml={report}"]
+        subprocess.run([*command, *FILES, *arguments], cwd=ROOT, check=False)
+        return parse(report.read_text("utf-8"))
+
+
+def parse(report: str) -> Results:
+    """Of junit.xml: the tests of :data:`CHECKS` whose names end in ``[case-oracle]`` or ``[oracle-case]``."""
+    found: Results = {}
+    versions = "|".join(map(re.escape, checkpoint.ORACLES))
+    for test in ElementTree.fromstring(report).iter("testcase"):
+        name, _, case = str(test.get("name")).partition("[")
+        behind = re.fullmatch(rf"(?P<case>.+)-(?P<oracle>{versions})\]", case)
+        before = re.fullmatch(rf"(?P<oracle>{versions})-(?P<case>.+)\]", case)
+        match = behind or before
+        if name not in CHECKS or match is None:
+            continue
+        entry: dict[str, Any] = {"outcome": "passed"}
+        for kind in ("failure", "error", "skipped"):
+            if (told := test.find(kind)) is not None:
+                entry = {"outcome": kind, "says": str(told.get("message")).splitlines()[0]}
+        for said in test.iter("property"):
+            if said.get("name") == "largest" and entry["outcome"] == "passed":
+                entry["largest"] = float(str(said.get("value")))
+        found.setdefault(match["case"], {}).setdefault(match["oracle"], {})[CHECKS[name]] = entry
+    return found
+
+
+def stored(results: Results) -> str:
+    """One line per case and oracle."""
+    cases = []
+    for case, each in sorted(results.items()):
+        lines = [f"    {json.dumps(oracle)}: {json.dumps(said, sort_keys=True)}" for oracle, said in each.items()]
+        cases.append(f"  {json.dumps(case)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(cases) + "\n}\n"
+
+
+# ---------------------------------------------------------------- what the goldens are of
+
+
+@dataclass
+class Family:
+    """One ``model_type``: its cases, and what their configs are."""
+
+    model_type: str
+    classes: dict[str, None] = field(default_factory=dict)  # a set that keeps the order
+    cases: dict[str, dict[str, str]] = field(default_factory=dict)  # oracle -> case -> output
+    configs: list[ModelConfig] = field(default_factory=list)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind in TOPOLOGIES if any(config.kind == kind for config in self.configs)]
+
+
+def gather() -> dict[str, Family]:
+    """Every family that kvad reads, those without a case too, in the order of their topologies and names."""
+    found = {model_type: Family(model_type) for model_type in FAMILIES}
+    for oracle in checkpoint.ORACLES:
+        for case in checkpoint.names(oracle):
+            meta = json.loads((checkpoint.GOLDENS / oracle / f"{case}.json").read_text("utf-8"))
+            family = found.get(meta["config"]["model_type"])
+            if family is None:
+                continue
+            family.classes[meta["model"]] = None
+            family.cases.setdefault(oracle, {})[case] = meta["output"]
+            config = _read(meta["config"])
+            if config is not None:
+                family.configs.append(config)
+
+    def place(each: Family) -> tuple[int, str]:
+        return (list(TOPOLOGIES).index(each.kinds[-1]) if each.kinds else len(TOPOLOGIES), each.model_type)
+
+    return {each.model_type: each for each in sorted(found.values(), key=place)}
+
+
+def _read(content: Mapping[str, Any]) -> ModelConfig | None:
+    fields = Fields(content, "config.json")
+    try:
+        return families.find(fields.model_type).read(fields)
+    except KvadError:
+        return None  # a case of what is refused
+
+
+def positions(config: ModelConfig) -> list[str]:
+    """Of :data:`POSITIONS`, those that the model has; "none" of layers without any where others have some."""
+    found: set[str] = set()
+    absolute = config.embed.position
+    if isinstance(absolute, LearnedPositions):
+        found.add("learned")
+    if isinstance(absolute, SinusoidalPositions):
+        found.add("sinusoidal")
+    names = {Rope: "RoPE", Alibi: "ALiBi", T5Bias: "T5 bias"}
+    for mixer in _mixers(config):
+        if mixer.position is not None:
+            found.add(names.get(type(mixer.position), "own"))
+        elif absolute is None:
+            found.add("none")
+    return [name for name in POSITIONS if name in found]
+
+
+def _mixers(config: ModelConfig) -> Iterator[Attention]:
+    for stack in _stacks(config):
+        yield from (layer.mixer for layer in stack.kinds.values())
+
+
+def _stacks(config: ModelConfig) -> list[Stack]:
+    return [stack for stack in (config.encoder, config.decoder) if stack is not None]
+
+
+def norms(config: ModelConfig) -> list[str]:
+    return list(dict.fromkeys(stack.norm_place for stack in _stacks(config)))
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(results: Results) -> str:
+    found = gather()
+    parts = [
+        HEAD.format(again=AGAIN, versions=_versions()),
+        "## Positions, topologies, norms\n",
+        MATRIX,
+        *_matrix(found),
+        "## Families\n",
+        TABLE,
+        *_table(found, results),
+        "## Where an oracle has nothing to say, or something else\n",
+        *_silences(results),
+        "## What is refused\n",
+        REFUSALS,
+        *_refused(),
+    ]
+    return "\n".join(parts)
+
+
+HEAD = """# Models
+
+The Hugging Face families that kvad reads, and what shows that it reads them right. Everything in these tables is
+written by `{again}` from the tests' own report (`docs/models.json`), the goldens (`tests/oracle/goldens`) and the
+families (`kvad/checkpoint/families`); `tests/test_models_page.py` holds the page to that.
+
+The oracles are transformers {versions}: tiny random models with awkward shapes, every parameter randomised,
+logits for logits in float32 (`tests/oracle/README.md`). `kvad inspect MODEL --tree` draws any of these models and
+`kvad plan MODEL` sizes it, both from a folder's `config.json` alone. They need no torch for kvad's own checkpoints and
+for known shapes; for a Hugging Face config they import it, because a family is one file: how its config is read, and
+how its tensors are turned.
+"""
+MATRIX = """A family stands in every row whose positions it has. *(parallel)* and the like: where its norms stand
+otherwise than before (pre) or after (post) each half; `kvad inspect MODEL --tree` writes the formula. "-": none of
+these families is such.
+"""
+TABLE = """*4.57* and *5*: the largest difference of any output from that oracle's, over all cases of the family that
+it has; *file*: written back, it is the same checkpoint, tensor for tensor, and the same config; *greedy*: 12 tokens
+from kvad's cache are theirs; *beams*: the four best of two searches, and their scores, are theirs. "n of m": so many of
+the family's cases have the check; "-": none.
+"""
+REFUSALS = """A `model_type` that is not in the table is refused with the nearest one that is; these for a reason:
+"""
+
+
+def _versions() -> str:
+    said = [json.loads((checkpoint.GOLDENS / one / "index.json").read_text("utf-8")) for one in checkpoint.ORACLES]
+    return " and ".join(each["transformers"] for each in said)
+
+
+def _rows(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [head, ["--"] * len(head), *rows]
+    return [*("| " + " | ".join(cells) + " |" for cells in lines), ""]
+
+
+def _matrix(found: Mapping[str, Family]) -> list[str]:
+    cells: dict[tuple[str, str, str], dict[str, None]] = {}
+    for family in found.values():
+        for config in family.configs:
+            place = "post" if "post" in norms(config) else "pre"
+            other = [name for name in norms(config) if name not in ("pre", "post")]
+            shown = f"`{family.model_type}`" + (f" *({', '.join(other)})*" if other else "")
+            for position in positions(config):
+                if position == "none" and len(positions(config)) > 1:
+                    continue
+                cells.setdefault((position, config.kind, "other" if other else place), {})[shown] = None
+    columns = [
+        (kind, place)
+        for kind in TOPOLOGIES
+        for place in ("pre", "post", "other")
+        if any((position, kind, place) in cells for position in POSITIONS)
+    ]
+    head = ["", *(f"{kind}, {place}" for kind, place in columns)]
+    rows = [
+        [position, *(", ".join(cells.get((position, *column), {})) or "-" for column in columns)]
+        for position in POSITIONS
+        if any((position, *column) in cells for column in columns)
+    ]
+    return _rows(head, rows)
+
+
+def _table(found: Mapping[str, Family], results: Results) -> list[str]:
+    head = ["family", "classes", "topology", "positions", "norms", *checkpoint.ORACLES, "file", "greedy", "beams"]
+    rows = []
+    for family in found.values():
+        where = dict.fromkeys(" + ".join(positions(config)) for config in family.configs)
+        places = dict.fromkeys(name for config in family.configs for name in norms(config))
+        rows.append(
+            [
+                f"`{family.model_type}`",
+                ", ".join(f"`{name}`" for name in family.classes) or "-",
+                ", ".join(family.kinds) or "-",
+                "; ".join(where) or "-",
+                ", ".join(places) or "-",
+                *(_outputs(family, oracle, results) for oracle in checkpoint.ORACLES),
+                *(_check(family, check, results) for check in ("written", "greedy", "beams")),
+            ]
+        )
+    return _rows(head, rows)
+
+
+def _outputs(family: Family, oracle: str, results: Results) -> str:
+    """Of one oracle: how near, or what is wrong."""
+    cases = family.cases.get(oracle, {})
+    if not cases:
+        return "no oracle"
+    said = [results.get(case, {}).get(oracle, {}) for case in cases]
+    entries = [each["outputs"] for each in said if "outputs" in each]
+    wrong = [entry for entry in entries if entry["outcome"] in ("failure", "error")]
+    if wrong:
+        return f"**{len(wrong)} of {len(entries)} fail**"
+    near = [entry["largest"] for entry in entries if "largest" in entry]
+    if not near:
+        return "otherwise, see below" if entries else "not asked"
+    count = f", {len(near)} cases" if len(near) > 1 else ""
+    return f"{max(near):.0e}{count}"
+
+
+def _check(family: Family, check: str, results: Results) -> str:
+    """Of both oracles."""
+    pairs = [(oracle, case) for oracle, cases in family.cases.items() for case in cases]
+    said = [results.get(case, {}).get(oracle, {}) for oracle, case in pairs]
+    entries = [each[check] for each in said if check in each]
+    passed = sum(entry["outcome"] == "passed" for entry in entries)
+    wrong = sum(entry["outcome"] in ("failure", "error") for entry in entries)
+    if wrong:
+        return f"**{wrong} of {len(entries)} fail**"
+    whole = sum("refused" not in each for each in said)
+    return "-" if not passed else "yes" if passed == whole else f"{passed} of {whole}"
+
+
+def _silences(results: Results) -> list[str]:
+    lines = []
+    for oracle in checkpoint.ORACLES:
+        index = json.loads((checkpoint.GOLDENS / oracle / "index.json").read_text("utf-8"))
+        lines += [f"- `{case}`: {why}." for case, why in index["skipped"].items()]
+    for case, each in sorted(results.items()):
+        for oracle, checks in each.items():
+            for check, entry in checks.items():
+                if check == "refused":
+                    lines.append(f"- `{case}` of {oracle}: refused by name, as it should be ({entry['outcome']}).")
+                elif entry["outcome"] == "skipped":
+                    lines.append(
+                        f"- `{case}` of {oracle}, {check}: we part from it, and `{entry['says']}` says by how much."
+                    )
+    return [*dict.fromkeys(lines), ""]
+
+
+def _refused() -> list[str]:
+    lines = [f"- `{model_type}`: {why}." for model_type, why in sorted(REFUSED.items())]
+    rows = []
+    for path in sorted((ROOT / "kvad" / "checkpoint" / "families").glob("*.py")):
+        rows += [[f"`{path.stem}`", *cells] for cells in _refusals(path.read_text("utf-8"))]
+    said = "And these options of their configs, by name. Files that families share stand among them."
+    return [*lines, "", said, "", *_rows(["file", "option", "read where it is", "why"], rows)]
+
+
+def _refusals(source: str) -> Iterator[list[str]]:
+    """``fields.refuse(NAME, *allowed, why=...)`` of a family's file, in its order; of literal names."""
+    seen = set()
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda node: node.lineno):
+        if not (isinstance(call.func, ast.Attribute) and call.func.attr == "refuse" and call.args):
+            continue
+        name, *allowed = call.args
+        if not isinstance(name, ast.Constant) or name.value in seen:
+            continue
+        seen.add(name.value)
+        why = next((keyword.value for keyword in call.keywords if keyword.arg == "why"), None)
+        shown = why.value if isinstance(why, ast.Constant) else ""
+        values = ", ".join(f"`{ast.unparse(value)}`" for value in allowed) or "absent"
+        yield [f"`{name.value}`", values.replace("|", "\\|"), str(shown)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="ask the tests anew; further arguments are pytest's")
+    options, further = parser.parse_known_args()
+    if options.run:
+        RESULTS.write_text(stored(ask(further)), encoding="utf-8")
+    PAGE.write_text(page(json.loads(RESULTS.read_text("utf-8"))), encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)}: {len(FAMILIES)} families")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
