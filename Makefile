@@ -1,6 +1,7 @@
 # make run        train a small model on real text, generate from its cache, verify it, time it (about 8 minutes, install included)
 # make test       the tests                       make test-long   the full product (SAMPLE=40: that many of its tests)
 # make check      format, lint, types, house      make install     what make test needs, and nothing else
+# make oracle     transformers 4.57.6 and 5.x, asked anew (tests/oracle)
 #
 # TORCH_INDEX=URL  where torch comes from; its CPU build on Linux is  TORCH_INDEX=https://download.pytorch.org/whl/cpu
 # PYTHON=python3.12  VENV=.venv  DEMO_ARGS="--minutes 1 --out runs/mine"  TEST_ARGS="-k sampler"  JOBS=2
@@ -12,6 +13,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 SAMPLE ?=
 JOBS ?= auto
+ORACLES ?= /tmp/kvad-oracle
 
 TORCH := torch==2.13.0
 PY := $(VENV)/bin/python
@@ -23,7 +25,7 @@ KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d' ' 
 TEST_STAMP := $(VENV)/.kvad-test-$(KEY)
 RUN_STAMP := $(firstword $(wildcard $(TEST_STAMP)) $(VENV)/.kvad-run-$(KEY))
 
-.PHONY: run test test-long check install
+.PHONY: run test test-long oracle check install
 .DELETE_ON_ERROR:
 
 run: $(RUN_STAMP)
@@ -34,6 +36,15 @@ test: $(TEST_STAMP)
 
 test-long: $(TEST_STAMP)
 	$(PY) -m pytest -n $(JOBS) --maxprocesses 8 -m long $(if $(SAMPLE),--sample $(SAMPLE)) $(TEST_ARGS)
+
+# Both versions of transformers, each in an environment of its own, compute the goldens anew (the same bytes, if nothing
+# changed), and read what kvad exports.
+oracle: $(TEST_STAMP)
+	VENV=$(VENV) tests/oracle/environments.sh $(ORACLES)
+	for version in 4.57 5; do $(ORACLES)/$$version/bin/python -m tests.oracle.make --out tests/oracle/goldens || exit 1; done
+	$(PY) -m tests.oracle.compare
+	git diff --stat --exit-code -- tests/oracle/goldens
+	$(PY) -m pytest -n $(JOBS) tests/oracle tests/checkpoint tests/model $(TEST_ARGS)
 
 check: $(TEST_STAMP)
 	VENV=$(VENV) scripts/check

@@ -6,32 +6,38 @@
 
 Every method takes text or token ids, one or many.  Safe to call from several threads: requests of all threads share
 one engine and one batch, and whichever thread holds the lock drives it.  As a context manager it frees its pool.
+
+An encoder-decoder's prompt is its source: ``generate("Ein Haus.", language="eng_Latn")``; an encoder embeds, tags,
+classifies and fills masks, as its head says.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
-import threading
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sizing import CacheConfig
-from kvad.checkpoint.native import DTYPES, Checkpoint, load, load_model
-from kvad.config import ModelConfig
-from kvad.engine.completion import Completion, Sample, TextScore, Timings, Usage
+from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.native import DTYPES
+from kvad.checkpoint.open import Opened, load_model, open_checkpoint
+from kvad.config import Classes, Head, ModelConfig, Pooled
+from kvad.engine.answers import fill_masks, label_row, label_tokens
+from kvad.engine.completion import Completion, TextScore
+from kvad.engine.desk import Desk, Ticket
 from kvad.engine.engine import Engine, Piece
 from kvad.engine.request import Sampling, TokenScore
-from kvad.engine.row import Usage as EngineUsage
+from kvad.engine.texts import Prompt, Texts, one_or_many
 from kvad.engine.trace import Trace, trace
-from kvad.errors import ConfigError, EngineError, NumericalError, RequestError, UsageError, nearest
+from kvad.errors import ConfigError, RequestError, UsageError, nearest
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
@@ -39,21 +45,27 @@ from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["LLM"]
 
-Prompt = str | Sequence[int]
+T = TypeVar("T")
 
 
 class LLM:
     """A model, its tokenizer and one engine.  Build it with :meth:`load`, or from parts (tests, research)."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer | None, cache: CacheConfig, *, budget: int = 2048
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer | None,
+        cache: CacheConfig,
+        *,
+        generation: Generation | None = None,
+        budget: int = 2048,
     ) -> None:
         self.model, self.tokenizer, self.cache = model.eval(), tokenizer, cache
-        self.engine = Engine(self.model, cache, tokenizer=tokenizer, budget=budget)
-        self._lock = threading.Lock()
-        self._mail: dict[int, deque[Piece]] = {}
-        self._dropped: deque[int] = deque()  # requests to cancel: a finaliser may run in the middle of a step
-        self._closed = False
+        self.generation = Generation() if generation is None else generation
+        self.texts = Texts(model.config, tokenizer, self.generation)
+        ends = frozenset(self.generation.stops)
+        self.engine = Engine(self.model, cache, tokenizer=tokenizer, budget=budget, stop_tokens=ends)
+        self._desk = Desk(self.engine)
 
     @staticmethod
     def load(
@@ -63,9 +75,10 @@ class LLM:
         device: str | torch.device = "cpu",
         memory: CacheConfig | None = None,
         cache_dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
         **cache: Any,
     ) -> LLM:
-        """Load a checkpoint folder.
+        """Load a checkpoint: kvad's folder or run, a Hugging Face folder, or a name on the hub (``revision``: of it).
 
         ``dtype``: what the model computes in (default: what the checkpoint stores).  ``memory``: the cache's
         configuration; or its fields as keywords (``rows=4, capacity=2048, layout="contiguous"``), its dtype as
@@ -79,13 +92,15 @@ class LLM:
             raise RequestError(
                 f"memory= and {next(iter(cache), 'cache_dtype')}= both given", "put it in the CacheConfig"
             )
-        checkpoint = load(Path(path))
-        computed = _computed_dtype(checkpoint, dtype, where)
-        config = memory if memory is not None else default_cache(checkpoint.config, cache_dtype or computed, **cache)
+        opened = open_checkpoint(path, revision=revision)
+        computed = _computed_dtype(opened, dtype, where)
+        config = memory if memory is not None else default_cache(opened.config, cache_dtype or computed, **cache)
         if where.type == "cpu":
-            require(plan_memory(checkpoint.config, config, weights_dtype=computed), available_bytes())
-        model, checkpoint = load_model(Path(path), dtype=dtype, device=where)
-        return LLM(model, checkpoint.tokenizer, config)
+            require(plan_memory(opened.config, config, weights_dtype=computed), available_bytes())
+        for name in opened.generation.unheard:
+            warnings.warn(f"{opened.path}: generation_config.json: {name} is not applied", stacklevel=2)
+        model, opened = load_model(opened.path, dtype=dtype, device=where)
+        return LLM(model, opened.tokenizer, config, generation=opened.generation)
 
     # ------------------------------------------------------------ text out
 
@@ -97,63 +112,154 @@ class LLM:
     def generate(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: Sampling | None = None, **options: Any
     ) -> list[Completion]: ...
-    def generate(self, prompts: Any, sampling: Sampling | None = None, **options: Any) -> Completion | list[Completion]:
-        """Continue one prompt, or many at once.  ``options`` are the fields of :class:`Sampling`.
+    def generate(
+        self,
+        prompts: Any,
+        sampling: Sampling | None = None,
+        *,
+        prefix: Prompt | None = None,
+        language: str | None = None,
+        source_language: str | None = None,
+        **options: Any,
+    ) -> Completion | list[Completion]:
+        """Continue one prompt, or many at once; of an encoder-decoder, answer one source, or many.
 
-        Raises RequestError for a prompt or an option that cannot be served, NumericalError when the model's logits
-        are NaN or infinite.
+        ``options`` are the fields of :class:`Sampling`; what is not given is the checkpoint's own default.  ``prefix``:
+        how the target begins (text, or ids: then all of its start).  ``language`` and ``source_language``: of models
+        that mark them.  Raises RequestError for a prompt or an option that cannot be served, NumericalError when the
+        model's logits are NaN or infinite.
         """
-        one, many = _one_or_many(prompts)
-        chosen = _sampling(sampling, options)
-        collectors = []
-        try:
-            for prompt in many:
-                collectors.append(self._submit(prompt, chosen))
-            done = [collector.finish() for collector in collectors]
-        except BaseException:
-            self._drop(collectors)
-            raise
-        return done[0] if one else done
+        chosen = self._sampling(sampling, options, language)
+        submit = self._submitter(chosen, prefix, source_language)
+        done: Completion | list[Completion] = self._each(prompts, submit, Ticket.finish)
+        return done
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None, **options: Any) -> Generator[Piece, None, None]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        prefix: Prompt | None = None,
+        language: str | None = None,
+        source_language: str | None = None,
+        **options: Any,
+    ) -> Generator[Piece, None, None]:
         """Pieces of one prompt's samples as they come; closing the iterator cancels what is left."""
-        collector = self._submit(prompt, _sampling(sampling, options))
+        chosen = self._sampling(sampling, options, language)
+        ticket = self._submitter(chosen, prefix, source_language)(prompt)
         try:
-            yield from collector.pieces()
+            yield from ticket.pieces()
         finally:
-            self._drop([collector])
+            self._desk.drop([ticket])
 
     # ------------------------------------------------------------ numbers out
 
     @overload
-    def score(self, texts: str, *, top: int = 0) -> TextScore: ...  # type: ignore[overload-overlap]
+    def score(  # type: ignore[overload-overlap]
+        self, texts: str, *, top: int = 0, source: Prompt | None = None, source_language: str | None = None
+    ) -> TextScore: ...
     @overload
-    def score(self, texts: Sequence[int], *, top: int = 0) -> TextScore: ...
+    def score(
+        self, texts: Sequence[int], *, top: int = 0, source: Prompt | None = None, source_language: str | None = None
+    ) -> TextScore: ...
     @overload
-    def score(self, texts: Sequence[str] | Sequence[Sequence[int]], *, top: int = 0) -> list[TextScore]: ...
-    def score(self, texts: Any, *, top: int = 0) -> TextScore | list[TextScore]:
-        """Log-probability of every token given those before it, through the cache; ``top`` alternatives beside each."""
-        one, many = _one_or_many(texts)
+    def score(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        top: int = 0,
+        source: Prompt | None = None,
+        source_language: str | None = None,
+    ) -> list[TextScore]: ...
+    def score(
+        self, texts: Any, *, top: int = 0, source: Prompt | None = None, source_language: str | None = None
+    ) -> TextScore | list[TextScore]:
+        """Log-probability of every token given those before it, through the cache; ``top`` alternatives beside each.
+
+        Of an encoder-decoder ``texts`` are targets of ``source``.
+        """
         sampling = Sampling(max_tokens=0, prompt_logprobs=top)
-        collectors = []
-        try:
-            for text in many:
-                collectors.append(self._submit(text, sampling))
-            done = [_text_score(c.tokens, c.finish().prompt_logprobs) for c in collectors]
-        except BaseException:
-            self._drop(collectors)
-            raise
-        return done[0] if one else done
+        crossed = self._crossed()
+        if crossed != (source is not None):
+            what = "source=: this model scores targets of a source" if crossed else "this model has no source"
+            raise RequestError(what, "give the text that the targets answer" if crossed else "leave source= out")
+        known: dict[int, list[int]] = {}
+
+        def submit(text: Prompt) -> Ticket:
+            if source is None:
+                tokens, read = self.texts.prompt(text), None
+            else:
+                tokens, read = self.texts.target(text), self.texts.source(source, source_language)
+            ticket = self._submit(tokens, sampling, read)
+            known[ticket.request] = tokens
+            return ticket
+
+        def told(ticket: Ticket) -> TextScore:
+            return _text_score(known[ticket.request], ticket.finish().prompt_logprobs)
+
+        done: TextScore | list[TextScore] = self._each(texts, submit, told)
+        return done
 
     @torch.inference_mode()
-    def logits(self, prompt: Prompt) -> Tensor:
-        """[T, V] without any cache: what the model says, and what every cache is held against."""
-        self._alive()
-        tokens = torch.tensor(self.encode(prompt), device=self.engine.device)
-        every = torch.arange(len(tokens), device=tokens.device)
-        limits = torch.full_like(every, len(tokens))
-        step = Step(tokens, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits)
-        return self.model.logits(self.model(step, Fresh(self.model.config)), every)
+    def logits(self, tokens: Prompt, source: Prompt | None = None) -> Tensor:
+        """[T, V] without any cache: what the model says, and what every cache is held against.
+
+        Of an encoder-decoder, ``tokens`` are the target's; of an encoder, what its head says: [T, V], [T, labels],
+        or [labels] or [E] where it speaks of the whole row.
+        """
+        self._desk.alive()
+        if source is not None and not self._crossed():
+            raise RequestError("this model has no source", "leave source= out")
+        if self._kind == "encoder":
+            ids = self.texts.source(tokens)
+        else:
+            ids = self.texts.target(tokens) if self._crossed() else self.texts.prompt(tokens)
+        step = self._step(ids)
+        if self._crossed():
+            if source is None:
+                raise RequestError("source=: this model answers a source", "give the text to translate")
+            step = step._replace(source=self._step(self.texts.source(source)))
+        hidden = self.model(step, Fresh(self.model.config))
+        head = self.model.config.head
+        if isinstance(head, Pooled) or (isinstance(head, Classes) and head.per == "row"):
+            return self.model.rows(hidden, step)[0]
+        return self.model.logits(hidden, step.wanted)
+
+    def embed(self, texts: Any, *, pool: Literal["mean", "first", "head"] | None = None) -> Tensor:
+        """[N, E]: one vector per text (of one text, N = 1).
+
+        ``pool``: the mean of the hidden states, the first of them, or what a pooling head makes of it; None: as the
+        checkpoint says (a sentence-transformers folder does, and then of length one if it says so), else the mean.
+        Raises RequestError for a model without an encoder.
+        """
+        if pool not in (None, "mean", "first", "head"):
+            raise RequestError(f"pool: {pool!r}", nearest(str(pool), ("mean", "first", "head")))
+        if pool == "head" and not isinstance(self.model.config.head, Pooled):
+            raise RequestError("pool='head': this model's head does not pool", "mean or first")
+        rows = torch.stack(self._encoded(texts, pool or self.generation.pool or "mean"))
+        return F.normalize(rows, dim=-1) if pool is None and self.generation.unit else rows
+
+    def tag(self, texts: Any) -> Any:
+        """The words of a text (or of many) with their labels, from a head that labels tokens."""
+        self._needs("token", "label tokens")
+        head = self.model.config.head
+        assert isinstance(head, Classes)
+        tokenizer = self._tokenizer()
+        return self._answered(texts, lambda ids, out: label_tokens(tokenizer, ids, out, head.labels))
+
+    def classify(self, texts: Any) -> Any:
+        """The labels of a text (or of many), the likeliest first, from a head that labels whole texts."""
+        self._needs("row", "label whole texts")
+        head = self.model.config.head
+        assert isinstance(head, Classes)
+        return self._answered(texts, lambda ids, out: label_row(out, head.labels))
+
+    def fill(self, texts: Any, *, top: int = 5) -> Any:
+        """For each mask of a text (or of many), its ``top`` likeliest tokens, from a masked language model."""
+        if self._kind != "encoder" or not isinstance(self.model.config.head, Head):
+            raise RequestError("this model fills no masks", self._can())
+        tokenizer = self._tokenizer()
+        return self._answered(texts, lambda ids, out: fill_masks(tokenizer, ids, out, top), specials=True)
 
     def trace(
         self,
@@ -167,55 +273,38 @@ class LLM:
 
         ``cached``: through a paged memory made for this call, in the model's dtype.  Others' requests wait meanwhile.
         """
-        self._alive()
-        tokens = self.encode(prompt)
+        self._desk.alive()
+        if self._kind != "decoder":
+            raise RequestError(f"an {self._kind} cannot be traced yet", "trace a decoder")
+        tokens = self.texts.prompt(prompt)
         pieces = [str(t) if self.tokenizer is None else self.tokenizer.token_text(t) for t in tokens]
-        every = range(self.model.config.decoder.layers)
+        every = range(self.model.config.stack.layers)
         chosen = list(every if layers is None else layers)
         for layer in chosen:
             if layer not in every:
                 raise RequestError(f"layer {layer} is not one of 0..{every[-1]}")
-            count = self.model.config.decoder.layer(layer).mixer.heads
+            count = self.model.config.stack.layer(layer).mixer.heads
             for head in heads or ():
                 if not 0 <= head < count:
                     raise RequestError(f"head {head} is not one of 0..{count - 1} of layer {layer}")
-        with self._lock:  # the trace watches the model itself
+        with self._desk.lock:  # the trace watches the model itself
             return trace(self.model, tokens, pieces, layers=chosen, heads=heads, cached=cached)
 
     # ------------------------------------------------------------ text <-> ids
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; an empty text becomes the token that opens every document."""
-        if not isinstance(prompt, str):
-            tokens = _ids(prompt)
-        elif self.tokenizer is None:
-            raise RequestError("this model came without a tokenizer", "give token ids")
-        else:
-            tokens = self.tokenizer.encode(prompt)
-        if tokens:
-            self._check_length(tokens)
-            return tokens
-        opening = None if self.tokenizer is None else self.tokenizer.specials.separator
-        if opening is None:
-            raise RequestError("the prompt is empty and this model has no opening token", "give at least one token")
-        return [opening]
+        """Token ids of a prompt (of a source, where the model has an encoder), as the model is given them."""
+        return self.texts.prompt(prompt) if self._kind == "decoder" else self.texts.source(prompt)
 
-    def _check_length(self, tokens: Sequence[int]) -> None:
-        vocab, limit = self.model.config.vocab, self.model.config.limit
-        for token in tokens:
-            if not 0 <= token < vocab:
-                raise RequestError(f"prompt: token id {token} is outside the vocabulary of {vocab}")
-        if len(tokens) > limit:
-            raise RequestError(f"the prompt has {len(tokens)} tokens and the model's limit is {limit}", "shorten it")
+    def sampling(self, **options: Any) -> Sampling:
+        """These options over the checkpoint's own defaults.  RequestError for a name or a value that cannot be."""
+        return _sampling(None, options, self.generation)
 
     # ------------------------------------------------------------ life
 
     def close(self) -> None:
         """Free the pool.  Calls made afterwards raise EngineError; closing twice is fine."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self.engine.close()
+        self._desk.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -225,104 +314,106 @@ class LLM:
     ) -> None:
         self.close()
 
-    # ------------------------------------------------------------ many callers, one engine
+    # ------------------------------------------------------------ inside
 
-    def _submit(self, prompt: Prompt, sampling: Sampling) -> _Collector:
-        tokens = self.encode(prompt)
-        with self._lock:
-            self._alive()
-            self._cancel_dropped()
-            request = self.engine.submit(tokens, sampling)
-            self._mail[request] = deque()
-            return _Collector(self, request, tokens, sampling, self.engine.usage(request))
+    @property
+    def _kind(self) -> str:
+        return self.model.config.kind
 
-    def _next(self, request: int) -> Piece:
-        """The request's next piece; whoever holds the lock steps the engine for everybody."""
-        while True:
-            with self._lock:
-                self._alive()
-                self._cancel_dropped()
-                box = self._mail[request]
-                if box:
-                    return box.popleft()
-                pieces = self.engine.step()
-                if not pieces and self.engine.idle:
-                    raise EngineError(f"request {request} ended without saying so", "this is a bug in kvad")
-                for piece in pieces:
-                    if piece.request in self._mail:
-                        self._mail[piece.request].append(piece)
+    def _crossed(self) -> bool:
+        return self._kind == "encoder-decoder"
 
-    def _drop(self, collectors: Sequence[_Collector]) -> None:
-        """Cancel what is left of requests.  May be called from anywhere, a finaliser inside a step included."""
-        self._dropped.extend(collector.request for collector in collectors)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._cancel_dropped()
-            finally:
-                self._lock.release()
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("this model came without a tokenizer", "logits(ids) gives the numbers")
+        return self.tokenizer
 
-    def _cancel_dropped(self) -> None:
-        while self._dropped:
-            request = self._dropped.popleft()
-            if self._mail.pop(request, None) is not None and not self._closed:
-                self.engine.cancel(request)
+    def _step(self, ids: Sequence[int]) -> Step:
+        tokens = torch.tensor(ids, dtype=torch.int64, device=self.engine.device)
+        every = torch.arange(len(ids), device=tokens.device)
+        lane = Lane(1, len(ids), len(ids))
+        return Step(tokens, every, (lane,), every, limits=torch.full_like(every, len(ids)))
 
-    def _forget(self, request: int) -> None:
-        with self._lock:
-            self._mail.pop(request, None)
+    def _sampling(self, sampling: Sampling | None, options: dict[str, Any], language: str | None) -> Sampling:
+        chosen = _sampling(sampling, options, self.generation)
+        if language is not None:
+            if options.get("forced_first") is not None:
+                raise RequestError("language= and forced_first= both given", "a language is a forced first token")
+            return dataclasses.replace(chosen, forced_first=self.texts.language(language))
+        return chosen
 
-    def _alive(self) -> None:
-        if self._closed:
-            raise EngineError("this LLM is closed", "load it again")
+    def _submitter(
+        self, sampling: Sampling, prefix: Prompt | None, source_language: str | None
+    ) -> Callable[[Prompt], Ticket]:
+        if self._kind == "encoder":
+            raise RequestError("this model is an encoder: it cannot continue a text", self._can())
+        if not self._crossed():
+            if prefix is not None or source_language is not None:
+                raise RequestError("prefix= and source_language= are for encoder-decoders", "put it in the prompt")
+            return lambda prompt: self._submit(self.texts.prompt(prompt), sampling, None)
+        prefix = None if prefix == "" else prefix
+        start = self.texts.target(prefix, sampling.forced_first)
+        chosen = sampling if prefix is None else dataclasses.replace(sampling, forced_first=None)
+        return lambda text: self._submit(start, chosen, self.texts.source(text, source_language))
 
+    def _submit(self, tokens: list[int], sampling: Sampling, source: list[int] | None) -> Ticket:
+        def queue(engine: Engine) -> int:
+            return engine.submit(tokens, sampling, source=source)
 
-class _Collector:
-    """Gathers one request's pieces into a Completion."""
+        return self._desk.submit(queue, sampling, len(tokens if source is None else source))
 
-    def __init__(self, llm: LLM, request: int, tokens: list[int], sampling: Sampling, usage: EngineUsage) -> None:
-        self.llm, self.request, self.tokens, self.sampling, self.usage = llm, request, tokens, sampling, usage
+    def _each(self, prompts: Any, submit: Callable[[Any], Ticket], take: Callable[[Ticket], T]) -> Any:
+        """Submit one or many, then take what came of each; on an exception all of them are dropped."""
+        one, many = one_or_many(prompts)
+        tickets: list[Ticket] = []
+        try:
+            for prompt in many:
+                tickets.append(submit(prompt))
+            done = [take(ticket) for ticket in tickets]
+        except BaseException:
+            self._desk.drop(tickets)
+            raise
+        return done[0] if one else done
 
-    def pieces(self) -> Iterator[Piece]:
-        left = self.sampling.n
-        while left:
-            piece = self.llm._next(self.request)
-            if piece.error is not None:
-                kind = NumericalError if piece.error.startswith("numerical") else EngineError
-                raise kind(f"request {self.request}, sample {piece.sample}: {piece.error}")
-            left -= piece.finish is not None
-            yield piece
+    def _encoded(self, texts: Any, want: Literal["head", "mean", "first"]) -> list[Tensor]:
+        answers = self._answered(texts, lambda ids, out: out, want)
+        return [answers] if isinstance(answers, Tensor) else answers
 
-    def finish(self) -> Completion:
-        n = self.sampling.n
-        texts, tokens = [""] * n, [list[int]() for _ in range(n)]
-        scores, reasons = [list[TokenScore]() for _ in range(n)], ["stop"] * n
-        prompt: list[TokenScore] = []
-        for piece in self.pieces():
-            texts[piece.sample] += piece.text
-            prompt.extend(piece.prompt)
-            if piece.token is not None:
-                tokens[piece.sample].append(piece.token)
-            if piece.score is not None:
-                scores[piece.sample].append(piece.score)
-            if piece.finish is not None:
-                reasons[piece.sample] = piece.finish
-        cached = self.usage.cached
-        self.llm._forget(self.request)
-        samples = tuple(
-            Sample(text, tuple(ids), tuple(score), reason)  # type: ignore[arg-type]
-            for text, ids, score, reason in zip(texts, tokens, scores, reasons, strict=True)
-        )
-        count = sum(map(len, tokens))
-        return Completion(samples, Usage(len(self.tokens), count, cached), _timings(self.usage, count), tuple(prompt))
+    def _answered(
+        self,
+        texts: Any,
+        take: Callable[[list[int], Tensor], T],
+        want: Literal["head", "mean", "first"] = "head",
+        *,
+        specials: bool = False,
+    ) -> Any:
+        """What the encoder says of one text or many."""
+        if self.model.encoder is None:
+            raise RequestError("this model has no encoder", "it continues prompts")
+        known: dict[int, list[int]] = {}
 
+        def submit(text: Prompt) -> Ticket:
+            ids = self.texts.source(text, specials=specials)
+            ticket = self._desk.submit(lambda engine: engine.submit_source(ids, want), Sampling(), len(ids))
+            known[ticket.request] = ids
+            return ticket
 
-def _timings(usage: EngineUsage, count: int) -> Timings:
-    """By the stamps of the engine: other requests may have kept the collector waiting."""
-    assert usage.finished is not None, "the request has not ended"
-    first = usage.finished if usage.first_token is None else usage.first_token
-    decode = usage.finished - first
-    rate = (count - 1) / decode if count > 1 and decode > 0 else 0.0
-    return Timings(first - usage.arrived, usage.finished - usage.arrived, rate)
+        return self._each(texts, submit, lambda ticket: take(known[ticket.request], ticket.answer()))
+
+    def _needs(self, per: str, what: str) -> None:
+        head = self.model.config.head
+        if not isinstance(head, Classes) or head.per != per:
+            raise RequestError(f"this model does not {what}", self._can())
+
+    def _can(self) -> str:
+        head = self.model.config.head
+        if self._kind != "encoder":
+            return "it can generate, score and give logits"
+        if isinstance(head, Head):
+            return "it can fill masks, embed and give logits"
+        if isinstance(head, Classes):
+            return f"it can {'tag' if head.per == 'token' else 'classify'}, embed and give logits"
+        return "it can embed"
 
 
 def _dtype_name(where: str, dtype: Any) -> str | None:
@@ -349,12 +440,11 @@ def _device(device: Any) -> torch.device:
     return found
 
 
-def _computed_dtype(checkpoint: Checkpoint, dtype: str | None, device: torch.device) -> str:
+def _computed_dtype(opened: Opened, dtype: str | None, device: torch.device) -> str:
     """What the model will compute in: as asked, else as stored (float16 is widened on a CPU)."""
     if dtype is not None:
         return dtype
-    embedding = checkpoint.tensors.get("embed.tokens.weight")  # mapped, not read; load_model names it when missing
-    stored = "float32" if embedding is None else str(embedding.dtype).removeprefix("torch.")
+    stored = str(opened.stored).removeprefix("torch.")
     return "float32" if stored == "float16" and device.type == "cpu" else stored
 
 
@@ -365,42 +455,45 @@ def default_cache(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
         if name not in known:
             raise RequestError(f"unknown option {name!r} of the cache", nearest(name, known))
     chosen: dict[str, Any] = {"capacity": model.limit, "dtype": dtype, **fields}
-    if chosen["capacity"] > model.limit:
+    if model.source is not None:
+        chosen = {"source_capacity": model.source.limit, **chosen}
+    if isinstance(chosen["capacity"], int) and chosen["capacity"] > model.limit:
         raise RequestError(f"a context of {chosen['capacity']} tokens exceeds the model's limit of {model.limit}")
     return CacheConfig(**chosen)
 
 
-def _sampling(sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
-    if sampling is None:
-        return Sampling.of(**options)
-    if not isinstance(sampling, Sampling):
-        raise RequestError(f"sampling: expected a Sampling, found {sampling!r}", "give its fields as keywords")
-    if options:
-        raise RequestError(f"sampling= and {next(iter(options))}= both given", "put it in the Sampling")
-    return sampling
-
-
-def _one_or_many(prompts: Any) -> tuple[bool, list[Any]]:
-    """(whether it is one prompt, the prompts): a text, ids (a tensor or an array too), or a list of either.
-
-    An empty list is one empty prompt.
-    """
-    if isinstance(prompts, str):
-        return True, [prompts]
-    items = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(items, Iterable):
-        raise RequestError(f"prompt: expected text or token ids, found {prompts!r}", "give 'text', [1, 2] or a list")
-    items = list(items)
-    one = not items or (not isinstance(items[0], (str, Sequence)) and not hasattr(items[0], "tolist"))
-    return one, [items] if one else items
-
-
-def _ids(prompt: Any) -> list[int]:
-    """Token ids as plain integers; RequestError for what is none."""
-    try:
-        return [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
-    except TypeError as error:
-        raise RequestError(f"prompt: expected text or token ids: {error}") from None
+def _sampling(sampling: Sampling | None, options: dict[str, Any], generation: Generation) -> Sampling:
+    """What is asked for, over the checkpoint's defaults: asking to sample leaves its beam search out, and a beam search
+    its sampling."""
+    if sampling is not None:
+        if not isinstance(sampling, Sampling):
+            raise RequestError(f"sampling: expected a Sampling, found {sampling!r}", "give its fields as keywords")
+        if options:
+            raise RequestError(f"sampling= and {next(iter(options))}= both given", "put it in the Sampling")
+        return sampling
+    defaults: dict[str, Any] = dict(generation.sampling or {})
+    words = (*((token,) for token in generation.banned), *generation.bad_words)
+    if words:
+        defaults["bad_words"] = words
+    for name in ("forced_first", "forced_last"):
+        if getattr(generation, name) is not None:
+            defaults[name] = getattr(generation, name)
+    sampled = {"temperature", "top_k", "top_p", "min_p", "typical_p", "logprobs", "stop", "prompt_logprobs"}
+    searched = {"beams", "length_penalty", "early_stopping", "length_form", "patience"}
+    if sampled & set(options) and not searched & set(options):
+        defaults = {name: value for name, value in defaults.items() if name not in searched}
+    if options.get("n", 1) > defaults.get("beams", 1):  # more than the search would give: they are sampled
+        defaults = {name: value for name, value in defaults.items() if name not in searched}
+    if options.get("beams", 1) != 1:
+        defaults = {name: value for name, value in defaults.items() if name not in sampled}
+        defaults["temperature"] = 0.0
+    if isinstance(options.get("max_tokens"), int) and "min_tokens" in defaults:
+        defaults["min_tokens"] = min(defaults["min_tokens"], options["max_tokens"])
+    chosen = Sampling.of(**{**defaults, **options})
+    unheard = sorted(searched & set(options) - {"beams"})
+    if chosen.beams == 1 and unheard:
+        raise RequestError(f"{unheard[0]}= is for a beam search, and there are no beams", "give beams=4, say")
+    return chosen
 
 
 def _text_score(tokens: Sequence[int], scores: Sequence[TokenScore]) -> TextScore:

@@ -13,6 +13,8 @@ from pathlib import Path
 FLOORS = {
     "kvad.errors": -1,
     "kvad.schema": 0,
+    "kvad.arch": 0,
+    "kvad.own": 0,
     "kvad.config": 1,
     "kvad.step": 1,
     "kvad.ops": 2,
@@ -45,6 +47,8 @@ WITHOUT_TORCH = [
     "kvad.__main__",
     "kvad.errors",
     "kvad.schema",
+    "kvad.arch",
+    "kvad.own",
     "kvad.config",
     "kvad.step",
     "kvad.text",
@@ -52,20 +56,30 @@ WITHOUT_TORCH = [
     "kvad.cache.blocks",
     "kvad.cache.sizing",
     "kvad.cache.planning",
+    "kvad.cache.peak",
+    "kvad.cache.sources",
     "kvad.cache.weights",
     "kvad.cache.available",
     "kvad.engine.request",
     "kvad.engine.row",
+    "kvad.engine.beams",
+    "kvad.engine.lanes",
     "kvad.engine.scheduler",
     "kvad.lab.plan",
+    "kvad.lab.inspect",
+    "kvad.lab.describe",
+    "kvad.lab.tree",
+    "kvad.lab.drawtree",
+    "kvad.lab.flops",
     "kvad.cli",
 ]
 
 # Packages that are torch, or bring it.
 TORCH = ("torch", "safetensors.torch", "transformers", "triton")
 
-# Who may look up a module by a name that is only known at run time: the front door and the table of commands.
-DYNAMIC_IMPORTS = ["kvad", "kvad.cli.main"]
+# Who may look up a module by a name that is only known at run time: the front door, the tables of commands and of
+# families, and what loads classes of the user's own.
+DYNAMIC_IMPORTS = ["kvad", "kvad.cli.main", "kvad.checkpoint.families", "kvad.own"]
 
 KERNELS = {
     "scaled_dot_product_attention",

@@ -76,7 +76,9 @@ def test_timings_are_the_requests_own_and_not_those_of_who_waits(llm, monkeypatc
     """On a clock that counts steps: the long one is drained first, and the short one had long been done."""
     steps = llm.engine.scheduler.stats
     monkeypatch.setattr(llm.engine.scheduler, "_clock", lambda: float(steps().steps))
-    collectors = [llm._submit(PROMPT, Sampling(max_tokens=n, temperature=0, ignore_eos=True)) for n in (40, 4)]
+    collectors = [
+        llm._submitter(Sampling(max_tokens=n, temperature=0, ignore_eos=True), None, None)(PROMPT) for n in (40, 4)
+    ]
     long, short = (collector.finish().timings for collector in collectors)
     assert (long.total, short.total) == (39 + long.first_token, 3 + short.first_token)
     assert long.tokens_per_second == short.tokens_per_second == 1.0
@@ -252,7 +254,7 @@ def test_closing_a_stream_cancels_what_is_left(llm):
     next(stream)
     assert llm.engine.ledger.stats().used[0] > 0 and not llm.engine.idle
     stream.close()
-    assert llm.engine.ledger.stats().used == (0,) and llm.engine.idle and not llm._mail
+    assert llm.engine.ledger.stats().used == (0,) and llm.engine.idle and not llm._desk._mail
     llm.engine.scheduler.check()
 
 
@@ -288,7 +290,7 @@ def test_threads_share_one_engine_and_each_gets_its_own(llm):
 
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(ask, range(12))) == expected
-    assert llm.engine.idle and not llm._mail
+    assert llm.engine.idle and not llm._desk._mail
     llm.engine.scheduler.check()
 
 
@@ -426,13 +428,13 @@ def test_requests_that_cannot_be(llm, prompt, options, says):
         with pytest.raises(RequestError) as caught:
             call(prompt, **options)
         assert says in caught.value.message
-    assert llm.engine.idle and not llm._mail
+    assert llm.engine.idle and not llm._desk._mail
 
 
 def test_a_bad_prompt_among_good_ones_leaves_nothing_behind(llm):
     with pytest.raises(RequestError):
         llm.generate(["a", "x" * 200, "b"], max_tokens=4)
-    assert llm.engine.idle and not llm._mail and llm.engine.ledger.stats().used == (0,)
+    assert llm.engine.idle and not llm._desk._mail and llm.engine.ledger.stats().used == (0,)
 
 
 @pytest.mark.parametrize(("layers", "heads", "says"), [([2], None, "layer 2 is not one of 0..1"), ([0], [4], "head 4")])
@@ -468,5 +470,5 @@ def test_a_model_that_says_nan_is_a_named_error_and_the_next_call_works(folder):
         with torch.no_grad():
             llm.model.embed.tokens.weight[120] = row
         assert llm.generate("ok", max_tokens=3, temperature=0).tokens == expected
-        assert llm.engine.idle and not llm._mail
+        assert llm.engine.idle and not llm._desk._mail
         llm.engine.scheduler.check()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from kvad.cli.common import emit_json, format_bytes, json_line, json_option, model_argument
-from kvad.errors import RequestError
+from kvad.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     from kvad.lab.bench import BenchResult
@@ -52,6 +52,8 @@ def cache(model: Path, tokens: str | None, prompt: str, repeats: int, out: Path 
 
     marks = None if tokens is None else _marks(tokens)
     with LLM.load(model, rows=1) as llm:
+        if llm.model.config.kind != "decoder":
+            raise UsageError(f"kvad bench cache times a decoder, this is an {llm.model.config.kind}")
         if marks is None:
             room = llm.model.config.limit - len(llm.encode(prompt))
             marks = list(TOKENS) if room >= TOKENS[-1] else [max(1, room // part) for part in (8, 4, 2, 1)]

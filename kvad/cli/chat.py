@@ -1,24 +1,24 @@
-"""``kvad chat MODEL``: a plain continuation chat.  There is no template: history is one growing text.
+"""``kvad chat MODEL``: a conversation in the model's own chat template, or, without one, one growing text.
 
-What you type becomes a line of that text, and the model goes on from there.  History is kept as token ids, so that
-each turn begins with exactly the tokens of the last one and finds them in the prefix cache.  Lines from a pipe work
-like lines from a keyboard.
+Either way (``dialogue.py``) a turn begins with the tokens of the last one and finds them in the prefix cache.  Lines
+from a pipe work like lines from a keyboard.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvad.cli.common import model_argument
+from kvad.cli.dialogue import Dialogue, Turn, dialogue_of, kept_ids
 from kvad.cli.generate import note_empty
+from kvad.cli.lines import look
 from kvad.cli.running import (
     Interrupt,
     Meter,
@@ -29,9 +29,8 @@ from kvad.cli.running import (
     open_llm,
     stats_lines,
 )
-from kvad.cli.sampling import read_sampling, sampling_options, with_bad_words
+from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
 from kvad.errors import DataError, KvadError, RequestError, UsageError, counted, nearest
-from kvad.text.detokenize import Detokenizer
 
 if TYPE_CHECKING:
     from kvad.engine.request import Sampling
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["chat"]
 
 HELP = """\
-What you type becomes a line of the text, and the model goes on from there; end it with \\ to leave the line open.
+What you type is your turn.  In a plain continuation chat, end a line with \\ to leave it open.
 /stats       speed of the last reply, and what the cache did
 /kv          the cache now: blocks in use, kept for reuse and free; tokens of this chat; prefix hits
 /undo        take back the last turn
@@ -55,17 +54,22 @@ FORMAT = 1
 @model_argument
 @sampling_options
 @cache_options
+@click.option("--system", metavar="TEXT", help="What the model is told first, in its chat template.")
 def chat(model: Path, **options: Any) -> None:
-    """Talk with a model: it continues one growing text.  /help lists what else can be typed.
+    """Talk with a model, in its chat template; without one it continues one growing text.  /help lists what else can be
+    typed.
 
     \b
     kvad chat runs/demo --max-tokens 64 --temperature 0.7 --stop "\\n\\n"
+    kvad chat ./Qwen3-0.6B --system "You answer in verse."
     """
-    sampling = read_sampling(options)
+    given = read_sampling(options)
+    look(model, "chat")
     with open_llm(model, options, rows=1) as llm:
         if llm.tokenizer is None:
             raise RequestError("this model came without a tokenizer", "kvad generate --ids speaks in token ids")
-        talk = _Chat(llm, with_bad_words(sampling, options["bad_word"], llm.tokenizer))
+        dialogue = dialogue_of(model, llm.tokenizer, options["system"])
+        talk = _Chat(llm, choose_sampling(llm, given, options["bad_word"]), dialogue)
         for line in _lines():
             try:
                 if not talk.take(line):
@@ -104,28 +108,14 @@ def _piped() -> Iterator[str]:
             raise DataError(f"standard input, line {number}: not UTF-8 at byte {error.start}") from None
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """What was typed (as it entered the text) and what came, as text and as ids."""
-
-    typed: str
-    typed_ids: tuple[int, ...]
-    reply: str
-    reply_ids: tuple[int, ...]
-
-
 class _Chat:
     """The turns so far, and what every command does with them."""
 
-    def __init__(self, llm: LLM, sampling: Sampling) -> None:
+    def __init__(self, llm: LLM, sampling: Sampling, dialogue: Dialogue) -> None:
         assert llm.tokenizer is not None
-        self.llm, self.tokenizer, self.sampling = llm, llm.tokenizer, sampling
-        self.turns: list[_Turn] = []
+        self.llm, self.tokenizer, self.sampling, self.dialogue = llm, llm.tokenizer, sampling, dialogue
+        self.turns: list[Turn] = []
         self.last: RunStats | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(turn.typed + turn.reply for turn in self.turns)
 
     @property
     def tokens(self) -> list[int]:
@@ -162,9 +152,8 @@ class _Chat:
 
         RequestError: the text with this line leaves no room for a reply.
         """
-        typed = self._entered(line)
-        ids = tuple(self.tokenizer.encode(typed))
-        prompt = self.tokens + list(ids)
+        typed, ids = self.dialogue.entered(self.turns, line)
+        prompt = self.dialogue.prompt(self.turns, typed, ids)
         if len(prompt) >= self.limit:
             raise RequestError(
                 f"no room for a reply: {counted(len(prompt), 'token')} with this line, in a context of {self.limit}",
@@ -183,31 +172,14 @@ class _Chat:
                     break
         click.echo()
         self.last = meter.stats()
-        self.turns.append(_Turn(typed, ids, text, self._kept(text, tokens)))
+        self.turns.append(Turn(typed, ids, text, kept_ids(self.tokenizer, text, tokens)))
         if len(prompt) + len(tokens) >= self.limit:
             _say(f"the context of {counted(self.limit, 'token')} is full: /undo takes back the last turn")
-
-    def _kept(self, text: str, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The ids that stand for the reply: without what the end of a document or a stop string cut off."""
-        words, kept, shown = Detokenizer(self.tokenizer), list[int](), ""
-        for token in tokens:
-            if len(shown) >= len(text):
-                break
-            kept.append(token)
-            shown += words.push(token)
-        if text in (shown, shown + words.flush()):
-            return tuple(kept)
-        return tuple(self.tokenizer.encode(text))  # a stop string ended within a token
-
-    def _entered(self, line: str) -> str:
-        """The line as it enters the text: on a line of its own, unless it ends with a backslash."""
-        before = "\n" if self.text and not self.text.endswith("\n") else ""
-        return before + (line[:-1] if line.endswith("\\") else f"{line}\n" if line else "")
 
     # ------------------------------------------------------------ commands
 
     def help(self) -> str:
-        return HELP
+        return f"This chat is in {self.dialogue.name}.\n{HELP}"
 
     def stats(self) -> str:
         return "nothing was generated yet" if self.last is None else "\n".join(stats_lines(self.last))
@@ -256,7 +228,7 @@ class _Chat:
             raise UsageError(f"{path} is not a chat that /save wrote") from None
         _say(f"{counted(len(self.turns), 'turn')}, {counted(len(self.tokens), 'token')} from {path}")
 
-    def _turns(self, content: Any) -> list[_Turn]:
+    def _turns(self, content: Any) -> list[Turn]:
         if content["kvad_chat"] != FORMAT:
             raise ValueError
         texts = [(str(turn["typed"]), str(turn["reply"])) for turn in content["turns"]]
@@ -264,4 +236,4 @@ class _Chat:
             ids = [(tuple(map(int, turn["typed"])), tuple(map(int, turn["reply"]))) for turn in content["ids"]]
         else:
             ids = [(tuple(self.tokenizer.encode(a)), tuple(self.tokenizer.encode(b))) for a, b in texts]
-        return [_Turn(a, c, b, d) for (a, b), (c, d) in zip(texts, ids, strict=True)]
+        return [Turn(a, c, b, d) for (a, b), (c, d) in zip(texts, ids, strict=True)]

@@ -16,7 +16,7 @@ import click
 
 from kvad.cli.common import emit_json, json_option, model_argument
 from kvad.cli.running import Interrupt, Meter, RunStats, cache_options, open_llm, read_stdin, stats_lines
-from kvad.cli.sampling import read_sampling, sampling_options, with_bad_words
+from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
 from kvad.errors import RequestError
 
 if TYPE_CHECKING:
@@ -50,11 +50,12 @@ def generate(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
     kvad generate runs/demo "def " --max-tokens 64 --temperature 0
     kvad generate runs/demo "import " "class " --n 2 --seed 7 --stats
     """
-    sampling = read_sampling(options)
+    given = read_sampling(options)
     prompts = [_read(text, options["ids"]) for text in prompt] or [""]
-    rows = min(8, len(prompts) * sampling.n)
+    each = max(given.get("n", 1), given.get("beams", 1))
+    rows = max(min(8, len(prompts) * each), given.get("beams", 1))
     with open_llm(model, options, rows=rows) as llm, Interrupt() as stop:
-        sampling = with_bad_words(sampling, options["bad_word"], llm.tokenizer)
+        sampling = choose_sampling(llm, given, options["bad_word"])
         answers = [_Answer.of(llm, each, sampling.n) for each in prompts]
         printer = _Printer(llm, answers, echo=options["echo"]) if options["stream"] and not options["as_json"] else None
         meter = Meter(llm)

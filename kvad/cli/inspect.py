@@ -1,14 +1,16 @@
-"""``kvad inspect MODEL``: what is in a checkpoint, from its headers; ``--attention TEXT`` draws any layer and head."""
+"""``kvad inspect MODEL``: what is in a checkpoint, from its headers; ``--tree`` draws its architecture, ``--attention``
+any layer and head while it reads a text."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kvad.cli.common import emit_json, format_bytes, json_option, model_argument
+from kvad.cli.common import emit_json, format_bytes, json_line, json_option, model_argument
 from kvad.errors import UsageError, counted
 
 if TYPE_CHECKING:
@@ -16,26 +18,31 @@ if TYPE_CHECKING:
 
 __all__ = ["inspect"]
 
-FORMATS = ("terminal", "svg", "json")
+DRAWINGS = {  # what is drawn -> its formats, the default first
+    "attention": ("terminal", "svg", "json"),
+    "tree": ("text", "svg", "mermaid", "json"),
+}
+ENDINGS = {".svg": "svg", ".json": "json", ".mmd": "mermaid"}
+FORMATS = tuple(dict.fromkeys(form for forms in DRAWINGS.values() for form in forms))
 
 
 @click.command()
 @model_argument
 @click.option("--tensors", is_flag=True, help="List every tensor: dtype, shape, bytes.")
 @click.option("--check", is_flag=True, help="Read every file and compare its sha256 with the manifest's.")
+@click.option("--tree", is_flag=True, help="Draw the architecture, of a config or a known shape, too.")
 @click.option("--attention", metavar="TEXT", help="Draw who looks at whom while reading TEXT (loads the model).")
-@click.option(
-    "--layer", "layers", multiple=True, metavar="I", help="Of the drawing; repeatable, or 'all' [default: 0]."
-)
-@click.option("--head", "heads", multiple=True, metavar="J", help="Of the drawing; repeatable, or 'all' [default: 0].")
-@click.option("--cached", is_flag=True, help="Of the drawing: read through the KV cache.")
-@click.option("--format", "form", type=click.Choice(FORMATS), help="Of the drawing [default: terminal].")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Of the drawing.")
+@click.option("--layer", "layers", multiple=True, metavar="I", help="Of the maps; repeatable, or 'all' [default: 0].")
+@click.option("--head", "heads", multiple=True, metavar="J", help="Of the maps; repeatable, or 'all' [default: 0].")
+@click.option("--cached", is_flag=True, help="Of the maps: read through the KV cache.")
+@click.option("--format", "form", type=click.Choice(FORMATS), help="Of a drawing [default: text, or terminal].")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Of a drawing.")
 @json_option
 def inspect(
     model: Path,
     tensors: bool,
     check: bool,
+    tree: bool,
     attention: str | None,
     layers: tuple[str, ...],
     heads: tuple[str, ...],
@@ -44,38 +51,77 @@ def inspect(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """What is in a checkpoint: config, parameters, tensors, memory, tokenizer, training.
+    """What is in a checkpoint or a Hugging Face folder: config, parameters, tensors, memory, tokenizer, training.
 
-    Only headers are read, unless --check reads it all.  Exit code 1 when there is no manifest, or when files or tensors
-    are missing or do not fit manifest and config; 2 when --check finds another file than the one that was saved.
+    Only headers are read, unless --check reads it all.  Exit code 1 when kvad's own has no manifest, or when files or
+    tensors are missing or do not fit manifest and config; 2 when --check finds another file than was saved.
 
     \b
     kvad inspect runs/demo --tensors
-    kvad inspect runs/demo --check
+    kvad inspect gemma-2-2b --tree
+    kvad inspect runs/demo --tree --out tree.svg
     kvad inspect runs/demo --attention "def add(a, b):" --layer 2 --head all
     """
-    if attention is None:
-        for name, given in (("layer", layers), ("head", heads), ("cached", cached), ("format", form), ("out", out)):
-            if given:
-                raise click.UsageError(f"--{name} belongs to a drawing: give --attention TEXT too.")
+    maps = {"layer": layers, "head": heads, "cached": cached}
+    drawn = "tree" if tree else None if attention is None else "attention"
+    if tree and attention is not None:
+        raise click.UsageError("--tree and --attention are two drawings: ask for one of them.")
+    _refuse(maps if drawn != "attention" else {}, "belongs to a drawing of attention: give --attention TEXT too.")
+    if drawn is None:
+        _refuse({"format": form, "out": out}, "belongs to a drawing: give --tree or --attention TEXT too.")
         _show(model, tensors, check, as_json)
         return
-    for name, asked in (("tensors", tensors), ("check", check)):
-        if asked:
-            raise click.UsageError(f"--{name} and --attention are two questions: ask one of them.")
-    if as_json and form not in (None, "json"):
-        raise click.UsageError(f"--json and --format {form} both given.")
-    if form is None and out is not None and not as_json:
-        form = {".svg": "svg", ".json": "json", ".txt": "terminal"}.get(out.suffix)
-        if form is None:
-            raise UsageError(f"{out}: its ending names no format", "name it .svg, .json or .txt, or give --format")
-    drawing = _draw(
-        model, attention, layers, heads, cached, "json" if as_json else form or "terminal", to_file=bool(out)
-    )
+    _refuse({"tensors": tensors, "check": check}, f"and --{drawn} are two questions: ask one of them.")
+    chosen = _format(drawn, form, out, as_json)
+    if attention is None:
+        drawing = _tree(model, chosen)
+    else:
+        drawing = _draw(model, attention, layers, heads, cached, chosen, to_file=bool(out))
     if out is None:
         click.echo(drawing, nl=not drawing.endswith("\n"))
     else:
         out.write_text(drawing.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _refuse(given: Mapping[str, object], why: str) -> None:
+    for name, value in given.items():
+        if value:
+            raise click.UsageError(f"--{name} {why}")
+
+
+def _format(drawn: str, form: str | None, out: Path | None, as_json: bool) -> str:
+    """As asked, else by the file's ending, else the first that this drawing has."""
+    known = DRAWINGS[drawn]
+    if as_json and form not in (None, "json"):
+        raise click.UsageError(f"--json and --format {form} both given.")
+    if as_json:
+        return "json"
+    if form is not None:
+        if form not in known:
+            raise click.UsageError(f"--{drawn} has no format {form}: {', '.join(known)}.")
+        return form
+    if out is None or out.suffix == ".txt":
+        return known[0]
+    found = ENDINGS.get(out.suffix, "")
+    if found not in known:
+        endings = [ending for ending, name in ENDINGS.items() if name in known]
+        raise UsageError(
+            f"{out}: its ending names no format", f"name it {', '.join(endings)} or .txt, or give --format"
+        )
+    return found
+
+
+def _tree(model: Path, form: str) -> str:
+    from kvad.lab import drawtree
+    from kvad.lab.plan import read_target
+    from kvad.lab.tree import build
+
+    target = read_target(str(model))
+    stored = "float32" if target.stored == "float16" else target.stored
+    root = build(target.config, Path(target.name).name or target.name, dtype=stored or "float32")
+    if form == "json":
+        return json_line(drawtree.as_json(root))
+    return {"text": drawtree.text, "svg": drawtree.svg, "mermaid": drawtree.mermaid}[form](root)
 
 
 def _show(model: Path, tensors: bool, check: bool, as_json: bool) -> None:
@@ -91,15 +137,15 @@ def _show(model: Path, tensors: bool, check: bool, as_json: bool) -> None:
 
 
 def _page(summary: Summary, tensors: bool) -> list[str]:
-    from kvad.cli.plan_page import memory_lines
+    from kvad.cli.plan_page import asked, memory_lines
     from kvad.lab.inspect import outline
 
     dtypes = sorted({tensor.dtype for tensor in summary.tensors})
     size = sum(tensor.bytes for tensor in summary.tensors)
-    cache = summary.plan.cache
     count = f"{counted(summary.num_parameters, 'parameter')} in {counted(len(summary.tensors), 'tensor')}"
+    origin = "" if summary.origin is None else f"Hugging Face's {summary.origin}, "
     lines = [
-        f"{summary.path}: {count}, {', '.join(dtypes)}, {format_bytes(size)}",
+        f"{summary.path}: {origin}{count}, {', '.join(dtypes)}, {format_bytes(size)}",
         *(f"problem: {problem}" for problem in summary.problems),
         "",
         "config",
@@ -111,7 +157,7 @@ def _page(summary: Summary, tensors: bool) -> list[str]:
             for part, count in _parts(summary)
         ),
         "",
-        f"memory of {counted(cache.rows, 'row')} of {counted(cache.capacity, 'token')} (kvad plan answers for others)",
+        f"memory of {asked(summary.plan)} (kvad plan answers for others)",
         *(f"  {line}".rstrip() for line in memory_lines(summary.plan)),
         "",
         _manifest_line(summary),
@@ -126,7 +172,8 @@ def _parts(summary: Summary) -> list[tuple[str, int]]:
 
 
 def _manifest_line(summary: Summary) -> str:
-
+    if summary.origin is not None:
+        return "manifest: a Hugging Face folder has none; kvad doctor reads it all"
     if summary.files is None:
         return "manifest: none; the files cannot be compared with what was saved"
     checked = "every sha256 agrees" if summary.checked else "--check compares their sha256"
@@ -134,7 +181,6 @@ def _manifest_line(summary: Summary) -> str:
 
 
 def _tokenizer_line(summary: Summary) -> str:
-
     found = summary.tokenizer
     if found is None:
         return "tokenizer: none; prompts can only be token ids"

@@ -1,6 +1,6 @@
 """``kvad plan CONFIG|MODEL|SHAPE``: how much memory will it take, what would fit, how fast can it be?
 
-From the config alone: no weight is loaded and torch is not imported.
+From the config alone: no weight is loaded, and torch is imported for Hugging Face's configs only (``lab/plan.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ LAYOUTS = ("paged", "contiguous")
 @click.argument("target", metavar="CONFIG|MODEL|SHAPE", required=False)
 @click.option("--shapes", is_flag=True, help="List the shapes known by name.")
 @click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit].")
+@click.option("--source-context", type=int, help="Tokens of the longest source [default: the source's limit].")
 @click.option("--rows", type=int, default=8, show_default=True, help="Live sequences.")
 @click.option("--dtype", help="What the cache stores [default: the weights' dtype].")
 @click.option("--weights-dtype", help="[default: what the checkpoint stores, else float32]")
@@ -33,6 +34,7 @@ def plan(
     target: str | None,
     shapes: bool,
     context: int | None,
+    source_context: int | None,
     rows: int,
     dtype: str | None,
     weights_dtype: str | None,
@@ -46,10 +48,12 @@ def plan(
 ) -> None:
     """How much memory will a model and its cache take?  Nothing is loaded.
 
-    The weights and the cache are exact, to the byte; what a step makes besides is an upper bound.
+    The weights and the cache are exact, to the byte; what a step makes besides is an upper bound.  CONFIG is kvad's, or
+    the config.json of a Hugging Face model, alone or in its folder.
 
     \b
     kvad plan runs/demo --context 4096 --rows 8
+    kvad plan t5-base --source-context 512 --context 128 --rows 32
     kvad plan llama-3-8b --context 8192 --rows 1 --dtype bfloat16 --weights-dtype bfloat16 --fit 24GiB
     """
     from kvad.cache.available import available_bytes
@@ -69,6 +73,7 @@ def plan(
     planned = plan_target(
         found,
         context=context,
+        source_context=source_context,
         weights_dtype=weights_dtype,
         dtype=dtype,
         budget=budget,
@@ -107,4 +112,4 @@ def _list_shapes(as_json: bool) -> None:
         emit_json(sizes)
         return
     for name, count in sizes.items():
-        click.echo(f"{name:<16}{count:>18,} parameters  {format_bytes(4 * count):>12} in float32")
+        click.echo(f"{name:<17}{count:>18,} parameters  {format_bytes(4 * count):>12} in float32")

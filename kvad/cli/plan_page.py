@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+from kvad.cache.peak import decoder_tokens, encoder_tokens
 from kvad.cache.planning import MemoryPlan
 from kvad.cache.weights import num_parameters
 from kvad.cli.common import format_bytes
+from kvad.config import Alibi, ModelConfig, T5Bias
 from kvad.errors import counted
 from kvad.lab.plan import Report
 
-__all__ = ["memory_lines", "page"]
+__all__ = ["asked", "memory_lines", "page"]
 
 
 def page(report: Report) -> str:
     """The whole page, without a newline at its end."""
-    plan, cache = report.plan, report.plan.cache
-    blocks = f"in blocks of {cache.block_size}" if cache.layout == "paged" else "one block each"
-    layers = counted(plan.config.decoder.layers, "layer")
-    model = f"{report.name}: {num_parameters(plan.config):,} parameters, {layers}"
-    lines = [
-        f"{model}; {counted(cache.rows, 'row')} of {counted(cache.capacity, 'token')}, {cache.layout}, {blocks}",
-        "",
-        *memory_lines(plan),
-        "",
-        *_speed_lines(report),
-    ]
+    plan = report.plan
+    model = f"{report.name}: {num_parameters(plan.config):,} parameters, {_layers(plan.config)}"
+    lines = [f"{model}; {asked(plan)}", "", *memory_lines(plan)]
+    if report.speeds:
+        lines += ["", *_speed_lines(report)]
     if report.available is not None:
         verdict = "it fits" if plan.total <= report.available else "it does not fit"
         lines += ["", f"available here: {format_bytes(report.available)}: {verdict}"]
@@ -32,20 +28,38 @@ def page(report: Report) -> str:
     return "\n".join(lines)
 
 
+def _layers(config: ModelConfig) -> str:
+    if config.encoder is not None and config.decoder is not None:
+        return f"{config.encoder.layers} + {config.decoder.layers} layers"
+    return counted(config.stack.layers, "layer") + (" of an encoder" if config.decoder is None else "")
+
+
+def asked(plan: MemoryPlan) -> str:
+    """What is to be held: rows, sources, and how they lie."""
+    cache, config = plan.cache, plan.config
+    if config.decoder is None:
+        return f"{counted(cache.rows, 'text')} of {counted(cache.capacity, 'token')} at once"
+    rows = f"{counted(cache.rows, 'row')} of {counted(cache.capacity, 'token')}"
+    source = "" if config.source is None else f", {cache.source_capacity:,} of source each"
+    blocks = f"in blocks of {cache.block_size}" if cache.layout == "paged" else "one block each"
+    return f"{rows}{source}, {cache.layout}, {blocks}"
+
+
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """The table of bytes, and what each group of layers takes per token and per row."""
-    tokens = min(plan.budget, plan.cache.rows * min(plan.cache.chunk, plan.cache.capacity))
-    table = [
-        ("weights", plan.weights, f"{plan.weights_dtype}, exact"),
+    pool = [
         ("cache payload", plan.payload, f"{plan.cache.dtype} keys and values of the rows asked, exact"),
         ("cache columns", plan.columns, "int64 positions of the rows asked, exact"),
         ("cache reserved", plan.reserved, "payload and columns of 2 more blocks per group, exact"),
-        ("scratch", plan.scratch, "at most: keys and values gathered for one layer, masks"),
-        (
-            "activations",
-            plan.activations,
-            f"at most: a step of {counted(tokens, 'new token')}, {counted(plan.cache.rows, 'row')} of logits",
-        ),
+    ]
+    if not plan.groups:
+        pool = [("cache", 0, "none: an encoder keeps nothing between two steps")]
+    gathered = "keys and values gathered for one layer, masks" if plan.groups else "masks of one layer"
+    table = [
+        ("weights", plan.weights, f"{plan.weights_dtype}, exact"),
+        *pool,
+        ("scratch", plan.scratch, f"at most: {gathered}{_scores(plan)}"),
+        ("activations", plan.activations, f"at most: {_step(plan)}"),
         ("total", plan.total, "beside the interpreter and torch"),
     ]
     lines = [f"{name:<15}{size:>21,}  {format_bytes(size):>11}   {note}" for name, size, note in table]
@@ -54,27 +68,46 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     return lines
 
 
+def _scores(plan: MemoryPlan) -> str:
+    stacks = [stack for stack in (plan.config.encoder, plan.config.decoder) if stack is not None]
+    positions = [layer.mixer.position for stack in stacks for layer in stack.kinds.values()]
+    return ", scores" if any(isinstance(position, (Alibi, T5Bias)) for position in positions) else ""
+
+
+def _step(plan: MemoryPlan) -> str:
+    cache, config = plan.cache, plan.config
+    read = f"{encoder_tokens(config, cache, plan.budget):,}"
+    if config.decoder is None:
+        return f"a step of {counted(encoder_tokens(config, cache, plan.budget), 'token')} of texts"
+    tokens = counted(decoder_tokens(cache, plan.budget), "new token")
+    logits = f"{tokens}, {counted(cache.rows, 'row')} of logits"
+    return f"a step of {logits}" if config.encoder is None else f"{logits}; or {read} of source"
+
+
 def _group_lines(plan: MemoryPlan, number: int) -> list[str]:
     each = plan.groups[number]
     group, size, mixer = each.group, each.bytes, each.group.mixer
     reach = "full attention" if mixer.window is None else f"window {mixer.window:,}"
+    reach = "cross-attention" if mixer.cross else reach
+    row = "source" if mixer.cross else "row"
     dims = f"{mixer.head_dim}" if mixer.head_dim == mixer.value_dim else f"{mixer.head_dim} + {mixer.value_dim}"
     heads = f"{counted(mixer.kv_heads, 'key-value head')} of {dims}"
     layers = counted(len(group.layers), "layer")
     slots = f"{group.blocks_per_row:,} x {counted(group.block_size, 'slot')}"
     return [
         f"group {number}: {layers}, {reach}, {heads}",
-        f"  per token  payload {size.per_token_payload:,}, columns {size.per_token_columns:,}",
-        f"  per row    payload {each.row_payload:,}, columns {each.row_columns:,} ({slots})",
-        f"  all rows   payload {each.payload:,}, columns {each.columns:,}, reserved {each.reserved:,}",
+        f"  per token   payload {size.per_token_payload:,}, columns {size.per_token_columns:,}",
+        f"  per {row:<7} payload {each.row_payload:,}, columns {each.row_columns:,} ({slots})",
+        f"  all rows    payload {each.payload:,}, columns {each.columns:,}, reserved {each.reserved:,}",
     ]
 
 
 def _speed_lines(report: Report) -> list[str]:
     where = "measured here" if report.measured else "as given"
     lines = [f"decoding at {report.bandwidth / 1e9:.1f} GB/s ({where}), if reading memory were all there is:"]
+    source = f", {report.plan.cache.source_capacity:,} of source" if report.plan.config.source is not None else ""
     for speed in report.speeds:
-        load = f"{counted(speed.rows, 'row')} at {counted(speed.context, 'token')}"
+        load = f"{counted(speed.rows, 'row')} at {counted(speed.context, 'token')}{source}"
         lines.append(
             f"  {load}: {format_bytes(speed.step_bytes)} per step, at most {speed.tokens_per_second:,.1f} tokens/s"
         )
@@ -85,8 +118,10 @@ def _fit_lines(report: Report) -> list[str]:
     assert report.fit is not None
     if not report.fits:
         return [f"in {format_bytes(report.fit)} not even one row of one block fits"]
+    cache, config = report.plan.cache, report.plan.config
+    sources = "" if config.source is None else f", sources of {counted(cache.source_capacity, 'token')}"
     return [
-        f"in {format_bytes(report.fit)}, weights and work included:",
+        f"in {format_bytes(report.fit)}, weights and work included{sources}:",
         f"  {'rows':>6}  {'tokens each':>12}  {'takes':>11}",
         *(f"  {fit.rows:>6,}  {fit.capacity:>12,}  {format_bytes(fit.bytes):>11}" for fit in report.fits),
     ]

@@ -15,9 +15,12 @@ from kvad.errors import RequestError
 
 if TYPE_CHECKING:
     from kvad.engine.request import Sampling
+    from kvad.llm import LLM
     from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["read_sampling", "sampling_options", "with_bad_words"]
+__all__ = ["choose_sampling", "read_sampling", "sampling_options"]
+
+MAX_TOKENS = 128  # where neither the caller nor the checkpoint says
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -31,6 +34,9 @@ _NUMBERS: tuple[tuple[str, type, str], ...] = (
     ("--presence-penalty", float, "Subtracted from the logits of tokens of the output, once [default: 0]."),
     ("--frequency-penalty", float, "The same, once per occurrence [default: 0]."),
     ("--min-tokens", int, "No end before so many tokens [default: 0]."),
+    ("--no-repeat-ngram", int, "No sequence of N tokens comes twice [default: 0, off]."),
+    ("--beams", int, "Search with so many beams instead of sampling [default: 1]."),
+    ("--length-penalty", float, "Beams: scores are divided by length ** A [default: 1]."),
     ("--seed", int, "The same seed gives the same text, whoever else is in the batch [default: 0]."),
 )
 _FIELDS = tuple(flag.removeprefix("--").replace("-", "_") for flag, _, _ in _NUMBERS)
@@ -39,7 +45,7 @@ _FIELDS = tuple(flag.removeprefix("--").replace("-", "_") for flag, _, _ in _NUM
 def sampling_options(command: Command) -> Command:
     """All of them but ``--n`` and the log-probabilities, which only ``kvad generate`` has."""
     options = [
-        click.option("--max-tokens", type=int, default=128, show_default=True, help="New tokens, at most."),
+        click.option("--max-tokens", type=int, help="New tokens, at most [default: 128]."),
         *(click.option(flag, type=kind, help=text) for flag, kind, text in _NUMBERS),
         click.option("--logit-bias", multiple=True, metavar="ID=V", help="Add V to the logit of token ID. Repeatable."),
         click.option("--bad-word", multiple=True, metavar="TEXT", help="Never complete TEXT, or it after a space."),
@@ -51,21 +57,28 @@ def sampling_options(command: Command) -> Command:
     return command
 
 
-def read_sampling(options: Mapping[str, Any]) -> Sampling:
-    """Everything that needs no tokenizer.  RequestError for a value out of range."""
+def read_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, by the names of :class:`Sampling`; the rest is the checkpoint's to say.
+
+    RequestError for a value out of range.
+    """
     from kvad.engine.request import Sampling
 
-    given = {name: options[name] for name in _FIELDS if options[name] is not None}
-    for name in ("n", "logprobs", "prompt_logprobs"):
-        if options.get(name) is not None:
-            given[name] = options[name]
-    return Sampling.of(
-        max_tokens=options["max_tokens"],
-        logit_bias=_biases(options["logit_bias"]),
-        stop=tuple(options["stop"]),
-        ignore_eos=options["ignore_eos"],
-        **given,
-    )
+    names = (*_FIELDS, "max_tokens", "n", "logprobs", "prompt_logprobs")
+    given = {name: options[name] for name in names if options.get(name) is not None}
+    given["logit_bias"] = _biases(options["logit_bias"])
+    given["stop"], given["ignore_eos"] = tuple(options["stop"]), options["ignore_eos"]
+    given = {name: value for name, value in given.items() if value or name not in ("logit_bias", "stop", "ignore_eos")}
+    Sampling.of(**{"max_tokens": MAX_TOKENS, **given})
+    return given
+
+
+def choose_sampling(llm: LLM, given: Mapping[str, Any], words: Sequence[str]) -> Sampling:
+    """The options over the checkpoint's own defaults, with the bad words as this tokenizer spells them."""
+    chosen = llm.sampling(**given)
+    if chosen.max_tokens is None:
+        chosen = replace(chosen, max_tokens=MAX_TOKENS)
+    return _with_bad_words(chosen, words, llm.tokenizer)
 
 
 def _biases(pairs: Sequence[str]) -> dict[int, float]:
@@ -79,7 +92,7 @@ def _biases(pairs: Sequence[str]) -> dict[int, float]:
     return biases
 
 
-def with_bad_words(sampling: Sampling, words: Sequence[str], tokenizer: Tokenizer | None) -> Sampling:
+def _with_bad_words(sampling: Sampling, words: Sequence[str], tokenizer: Tokenizer | None) -> Sampling:
     """Each text as it is spelled, and as it is spelled after a space: to a tokenizer those are different tokens."""
     if not words:
         return sampling
@@ -88,4 +101,4 @@ def with_bad_words(sampling: Sampling, words: Sequence[str], tokenizer: Tokenize
     if "" in words:
         raise RequestError("--bad-word: an empty text would ban nothing or everything")
     spelled = {tuple(tokenizer.encode(text)) for word in words for text in (word, f" {word}")}
-    return replace(sampling, bad_words=tuple(sorted(spelled)))
+    return replace(sampling, bad_words=(*sampling.bad_words, *sorted(spelled)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from kvad.errors import UsageError, counted, nearest
 
 if TYPE_CHECKING:
     from kvad.train.config import RunConfig
+    from kvad.train.material import Named
     from kvad.train.reports import Outcome
 
 __all__ = ["draw_loss_curve", "train"]
@@ -43,12 +44,21 @@ PLACES = {
 }
 
 
+TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
+
+
 @click.command()
 @click.argument("corpus", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--pairs", multiple=True, type=TWO_PATHS, metavar="SOURCE TARGET", help="Two files; line n of one answers line n."
+)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The run's folder.")
 @click.option("--config", "run_file", type=click.Path(path_type=Path), help="A run file (TOML); flags go before it.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a key of the model's config.")
-@click.option("--preset", help="Model shape: tiny, small, demo, medium, base.  [default: small]")
+@click.option(
+    "--preset",
+    help="Model shape: tiny, small, demo, medium, base; transformer-tiny, transformer-base.  [default: small]",
+)
 @click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load.  [default: bpe]")
 @click.option("--vocab-size", type=int, help="Ceiling of the vocabulary.  [default: 4096]")
 @click.option("--context", type=int, help="Tokens of a training row.  [default: 256]")
@@ -56,7 +66,14 @@ PLACES = {
     "--suffix", "suffixes", multiple=True, metavar=".EXT", help="Which files of a folder.  [default: all text]"
 )
 @click.option("--errors", type=click.Choice(["strict", "replace"]), help="Bytes that are not UTF-8.  [default: strict]")
-@click.option("--validation", type=float, help="Share of the corpus that is held out.  [default: 0.1]")
+@click.option(
+    "--validation",
+    metavar="SHARE|FILE",
+    help="Share of the corpus that is held out, or a TSV file of pairs.  [default: 0.1]",
+)
+@click.option(
+    "--validation-pairs", multiple=True, type=TWO_PATHS, metavar="SOURCE TARGET", help="Two files of pairs held out."
+)
 @click.option("--batch", type=int, help="Rows of a micro-batch.  [default: 16]")
 @click.option("--accumulate", type=int, help="Micro-batches of an optimizer step.  [default: 1]")
 @click.option("--steps", type=int, help="Optimizer steps.  [default: 1000, if no --minutes]")
@@ -74,6 +91,9 @@ PLACES = {
 @json_option
 def train(
     corpus: tuple[Path, ...],
+    pairs: tuple[tuple[Path, Path], ...],
+    validation: str | None,
+    validation_pairs: tuple[tuple[Path, Path], ...],
     out: Path,
     run_file: Path | None,
     assignments: tuple[str, ...],
@@ -83,15 +103,19 @@ def train(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Train a model on text files and folders.
+    """Train a model on text files and folders, or on pairs of texts.
 
-    Every file is a document.  Ctrl-C saves and says how to go on; so does SIGTERM.  The run's folder holds its
-    checkpoints, metrics.jsonl, and the loss curve as PNG and SVG (where matplotlib is installed).
+    Every file is a document.  An encoder-decoder (--preset transformer-tiny) learns from pairs instead: CORPUS are TSV
+    files of `SOURCE<tab>TARGET` lines, or --pairs names two parallel files.  Ctrl-C saves and says how to go on; so
+    does SIGTERM.  The run's folder holds its checkpoints, metrics.jsonl, and the loss curve as PNG and SVG (where
+    matplotlib is installed).
 
     \b
     kvad train book.txt --out runs/book --tokenizer char --preset tiny --steps 2000
     kvad train src/ docs/ --suffix .py --suffix .md --out runs/code --minutes 30
     kvad train corpus/ --config runs/mine.toml --out runs/mine --set decoder.layers=4
+    kvad train pairs.tsv --preset transformer-base --vocab-size 37000 --out runs/translate
+    kvad train --pairs train.de train.en --validation-pairs val.de val.en --preset transformer-tiny --out runs/de-en
     kvad train --resume --out runs/mine
     """
     from kvad.cache.available import available_bytes
@@ -106,20 +130,40 @@ def train(
         table = read_toml(run_file)
     elif resume:
         table = job.stored_run(out)[0].to_dict()
+    flags["validation"] = share = _share(validation)
     config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
+    held = [(Path(validation),)] if validation is not None and share is None else []
+    named = _named(corpus, pairs, [*held, *validation_pairs])
     progress = progress_on(console())
     have = available_bytes()
     try:
         if resume:
-            outcome = job.resume(out, config=config, corpus=corpus, available=have, callbacks=[progress])
+            outcome = job.resume(out, config=config, corpus=named, available=have, callbacks=[progress])
         else:
-            outcome = job.train(config, corpus, out, overwrite=overwrite, available=have, callbacks=[progress])
+            outcome = job.train(config, named, out, overwrite=overwrite, available=have, callbacks=[progress])
     finally:
         progress.close()
     figures = draw_loss_curve(out)
     _say(outcome, config, out, figures, as_json)
     if outcome.reason == "interrupted":
         click.get_current_context().exit(130)
+
+
+def _share(text: str | None) -> float | None:
+    """Of ``--validation``: None for a file's name."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _named(corpus: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequence[tuple[Path, ...]]) -> Named:
+    """Paths alone are what the model reads, documents or TSV files; with any of the other two they are TSV files."""
+    from kvad.train.pairs import PairPaths
+
+    if not pairs and not held:
+        return corpus
+    return PairPaths((*((path,) for path in corpus), *pairs), tuple(held))
 
 
 def _with_flags(
@@ -175,7 +219,6 @@ def draw_loss_curve(out: Path) -> list[Path]:
 
 
 def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as_json: bool) -> None:
-
     if as_json:
         emit_json({**dataclasses.asdict(outcome), "out": out, "figures": figures, "config": config.to_dict()})
     losses = [
@@ -191,4 +234,5 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
     if outcome.reason == "interrupted":
         click.echo(f"stopped, and saved. Go on with:  kvad train --resume --out {out}", err=True)
     else:
-        click.echo(f"next:  kvad generate {out}", err=True)
+        command = "translate" if config.resolve(vocab=1).kind == "encoder-decoder" else "generate"
+        click.echo(f"next:  kvad {command} {out}", err=True)

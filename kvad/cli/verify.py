@@ -82,7 +82,7 @@ def verify(
         raise UsageError(f"--rows {rows}, but {len(prompts)} prompts", "leave --rows out: every --prompt is a row")
     _check_positive({"--rows": rows, "--chunk": chunk, "--block-size": block_size, "--tokens": tokens})
     try:
-        from kvad.checkpoint.native import load_model
+        from kvad.checkpoint.open import load_model
         from kvad.lab.scenario import Options, fitting
         from kvad.lab.verify import verify as hold_against_the_judge
 

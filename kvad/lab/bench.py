@@ -177,7 +177,7 @@ def _count(llm: LLM, prompt: int, mark: int) -> Counted:
 
 
 def _dtype(llm: LLM) -> str:
-    return str(llm.model.embed.tokens.weight.dtype).removeprefix("torch.")
+    return str(llm.model.table.dtype).removeprefix("torch.")
 
 
 # ---------------------------------------------------------------- running
@@ -263,7 +263,7 @@ class GrownByCat:
 
     def __init__(self, model: Transformer) -> None:
         self.specs = mixers(model.config)
-        dtype, device = model.embed.tokens.weight.dtype, model.embed.tokens.weight.device
+        dtype, device = model.table.dtype, model.table.device
         self.keys = [torch.empty(1, s.kv_heads, 0, s.head_dim, dtype=dtype, device=device) for s in self.specs]
         self.values = [torch.empty(1, s.kv_heads, 0, s.value_dim, dtype=dtype, device=device) for s in self.specs]
         self.positions = torch.empty(1, 0, dtype=torch.int64, device=device)
@@ -280,7 +280,11 @@ class _CatView:
     def __init__(self, memory: GrownByCat, layer: int, reading: Reading, angles: Angles) -> None:
         self._memory, self._layer, self._reading, self._angles = memory, layer, reading, angles
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
+    def write(self, k: Tensor, v: Tensor) -> None:
+        raise AssertionError("self-attention reads no source")
+
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+        assert k is not None and v is not None
         if score.rotary is not None:
             q, k = self._angles.rotate(q, score.rotary), self._angles.rotate(k, score.rotary)
         keys, values, layer = self._memory.keys, self._memory.values, self._layer

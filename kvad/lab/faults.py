@@ -36,10 +36,12 @@ def check_fault(fault: str, config: ModelConfig, cache: CacheConfig) -> None:
     known = [name for name in FAULTS if name != UNKNOWN]
     if fault not in known:
         raise UsageError(f"no fault is called {fault!r}", nearest(fault, known))
-    layers = [config.decoder.layer(i).mixer for i in range(config.decoder.layers)]
+    if config.decoder is None:
+        raise UsageError("an encoder keeps nothing: it has no cache to break")
+    layers = [config.stack.layer(i).mixer for i in range(config.stack.layers)]
     if fault == "rotation" and not any(isinstance(mixer.position, Rope) for mixer in layers):
         raise UsageError("--break rotation: no layer of this model rotates its keys", "try --break position")
-    if fault == "position" and config.position is None and all(mixer.position is None for mixer in layers):
+    if fault == "position" and config.embed.position is None and all(mixer.position is None for mixer in layers):
         raise UsageError("--break position: this model has no positions to be wrong", "try --break cursor")
     if fault == "mask" and cache.chunk == 1:
         raise UsageError("--break mask: with --chunk 1 no key lies ahead of a query", "give --chunk 2 or more")
@@ -118,12 +120,17 @@ class _Misplacing(Memory):
         self._change = change
 
     def open(self, step: Step) -> Sequence[View]:
-        places = tuple(self._change(place, group, step) for place, group in zip(step.places, self.groups, strict=True))
+        places = tuple(
+            self._change(place, group, step) if place.slots is not None else place
+            for place, group in zip(step.places, self.groups, strict=False)  # a source alone has none of these
+        )
         return super().open(step._replace(places=places))
 
 
 def _lagging(place: Place, group: Group, step: Step) -> Place:
     """``cursor``: what follows cached tokens is written one slot early, over the last of them."""
+    if place.slots is None:
+        return place
     slots, size = place.slots.clone(), group.block_size
     tables = [table for lane in place.tables for table in lane.tolist()]
     for (low, high), table in zip(_row_spans(step.lanes), tables, strict=True):
@@ -192,9 +199,13 @@ class _MiscountingView:
     def __init__(self, view: View, step: Step, change: Change) -> None:
         self._view, self._step, self._change = view, step, change
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
-        q, k, score = self._change(q, k, score, self._step)
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+        if k is not None:
+            q, k, score = self._change(q, k, score, self._step)
         return self._view.attend(q, k, v, score)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        self._view.write(k, v)
 
 
 def _not_turned(q: Tensor, k: Tensor, score: Score, step: Step) -> tuple[Tensor, Tensor, Score]:

@@ -3,6 +3,10 @@
 A product of [m, k] and [k, n] is 2 m k n operations.  Attention is counted as the rectangle that is computed, new
 tokens x slots, and not as the triangle that is visible: so counts torch's own counter (the test holds them together),
 and so does document 004, section 4.7.  Norms, rotations, softmax and activations are not products and are left out.
+Of experts each token's active ones are counted, and as many matrices as the tokens can choose.
+
+An encoder-decoder's source is read by the encoder and made into keys and values once with a cache, and again for every
+token by recomputation.
 
 Bytes: every weight matrix once per pass, and the keys and values that are written and read.  Activations are left out.
 
@@ -17,14 +21,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvad.config import Gated, ModelConfig, mixers
+from kvad.config import (
+    Attention,
+    Classes,
+    Embedding,
+    Experts,
+    Gated,
+    ModelConfig,
+    Plain,
+    Pooled,
+    head_dim,
+    head_width,
+    mixers,
+    source_width,
+)
 
-__all__ = ["Cost", "Gain", "cached_pass", "formula", "fresh_pass", "generation"]
+__all__ = ["Cost", "Gain", "cached_pass", "encoder_pass", "formula", "fresh_pass", "generation"]
 
 
 class Cost(NamedTuple):
-    """``projections``: q, k, v, out and the MLPs; ``attention``: q.k and weights.v; ``head``: the logits; in FLOPs.
-    ``weights``, ``written`` and ``read`` (keys and values): bytes."""
+    """``projections``: of embeddings, q, k, v, out and MLPs; ``attention``: q.k and weights.v; ``head``: the answers.
+    All in FLOPs.  ``weights``, ``written`` and ``read`` (keys and values): bytes."""
 
     projections: int = 0
     attention: int = 0
@@ -52,30 +69,60 @@ class Gain(NamedTuple):
     projections: float
 
 
-def fresh_pass(config: ModelConfig, length: int, *, element: int = 4) -> Cost:
+def fresh_pass(config: ModelConfig, length: int, *, source: int = 0, element: int = 4) -> Cost:
     """All ``length`` tokens of a row at once, with logits for the last: one token's worth of recomputation.
 
-    ``element``: bytes per number.  A window is a mask here: nothing is saved by it.
+    ``source``: tokens that an encoder-decoder's encoder reads first.  An encoder alone reads ``length``, and its head
+    answers for all of them, or for the row.  ``element``: bytes per number.  A window is a mask here: it saves nothing.
     """
-    return _pass(config, length, [length] * config.decoder.layers, element, element)
+    if config.decoder is None:
+        return encoder_pass(config, length, element=element)
+    read = encoder_pass(config, source, element=element) if source else Cost()
+    return read.plus(_decoder_pass(config, length, [length] * config.decoder.layers, source, element, element))
 
 
-def cached_pass(config: ModelConfig, new: int, length: int, *, element: int = 4, stored: int | None = None) -> Cost:
-    """The last ``new`` tokens of a row that is ``length`` tokens long after them, with logits for the last.
+def cached_pass(
+    config: ModelConfig, new: int, length: int, *, source: int = 0, element: int = 4, stored: int | None = None
+) -> Cost:
+    """The last ``new`` tokens of a row that is ``length`` tokens long after them, with logits for the last; its
+    ``source`` has been read.
 
     ``stored``: bytes per number in the cache.  A layer with a window reads its last ``window + new - 1`` tokens.
     """
-    slots = [length if m.window is None else min(length, m.window + new - 1) for m in mixers(config)]
-    return _pass(config, new, slots, element, element if stored is None else stored)
+    own = [mixer for mixer in mixers(config) if not mixer.cross]
+    slots = [length if mixer.window is None else min(length, mixer.window + new - 1) for mixer in own]
+    return _decoder_pass(config, new, slots, source, element, element if stored is None else stored)
+
+
+def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: int | None = None) -> Cost:
+    """The encoder over a text of ``length`` tokens: its head, where it stands alone; else the keys and values that
+    cross-attention will read, ``stored`` bytes per number."""
+    assert config.encoder is not None, "this model has no encoder"
+    width = source_width(config)
+    cost = _projection(config.embed if config.source is None else config.source.embed, width, length, element)
+    for index in range(config.encoder.layers):
+        layer = config.encoder.layer(index)
+        cost = cost.plus(_layer(config, layer.mixer, width, width, length, length, element))
+        cost = cost.plus(_mlp(layer.mlp, width, length, element))
+    if config.decoder is None:
+        return cost.plus(_answers(config, length, element))
+    for spec in (mixer for mixer in mixers(config) if mixer.cross):
+        values = spec.kv_heads * (spec.head_dim + spec.value_dim)
+        written = length * values * (element if stored is None else stored)
+        cost = cost.plus(
+            Cost(projections=2 * length * width * values, weights=width * values * element, written=written)
+        )
+    return cost
 
 
 def generation(
-    config: ModelConfig, prompt: int, new: int, *, element: int = 4, stored: int | None = None
+    config: ModelConfig, prompt: int, new: int, *, source: int = 0, element: int = 4, stored: int | None = None
 ) -> tuple[Cost, Cost]:
     """(with a cache, by recomputation): what it costs to generate ``new`` tokens after a prompt, greedily."""
-    cached = [cached_pass(config, prompt, prompt, element=element, stored=stored)]
-    cached += [cached_pass(config, 1, prompt + i, element=element, stored=stored) for i in range(1, new)]
-    return _sum(cached), _sum(fresh_pass(config, prompt + i, element=element) for i in range(new))
+    cached = [encoder_pass(config, source, element=element, stored=stored)] if source else []
+    cached += [cached_pass(config, prompt, prompt, source=source, element=element, stored=stored)]
+    cached += [cached_pass(config, 1, prompt + i, source=source, element=element, stored=stored) for i in range(1, new)]
+    return _sum(cached), _sum(fresh_pass(config, prompt + i, source=source, element=element) for i in range(new))
 
 
 def formula(tokens: int) -> Gain:
@@ -90,17 +137,58 @@ def _sum(costs: Iterable[Cost]) -> Cost:
     return total
 
 
-def _pass(config: ModelConfig, new: int, slots: list[int], element: int, stored: int) -> Cost:
-    projections = attention = weights = written = read = 0
-    for index, (spec, seen) in enumerate(zip(mixers(config), slots, strict=True)):
+def _decoder_pass(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: int) -> Cost:
+    assert config.decoder is not None, "an encoder generates nothing"
+    assert bool(source) == (config.encoder is not None), "an encoder-decoder reads a source, and no other does"
+    cost = _projection(config.embed, config.width, new, element)
+    for index, seen in enumerate(slots):
         layer = config.decoder.layer(index)
-        heads, per_token = layer.mixer.heads, spec.kv_heads * (spec.head_dim + spec.value_dim)
-        attend = config.width * (heads * (spec.head_dim + spec.value_dim) + per_token)
-        mlp = (3 if isinstance(layer.mlp, Gated) else 2) * config.width * layer.mlp.hidden
-        projections += 2 * new * (attend + mlp)
-        attention += 2 * new * seen * heads * (spec.head_dim + spec.value_dim)
-        weights += (attend + mlp) * element
-        written += new * per_token * stored
-        read += seen * per_token * stored
-    head = config.width * config.vocab
-    return Cost(projections, attention, 2 * head, weights + head * element, written, read)
+        cost = cost.plus(_layer(config, layer.mixer, config.width, config.width, new, seen, element, stored))
+        cost = cost.plus(_mlp(layer.mlp, config.width, new, element))
+        if layer.cross is not None:
+            cost = cost.plus(_layer(config, layer.cross, config.width, 0, new, source, element, stored))
+    head, transform = head_width(config) * config.vocab, 0
+    if config.head.transform is not None:
+        transform = config.width * head_width(config)
+    return cost.plus(Cost(head=2 * (head + transform), weights=(head + transform) * element))
+
+
+def _projection(embed: Embedding, width: int, new: int, element: int) -> Cost:
+    """From a table of another width to the model's."""
+    matrix = 0 if embed.width is None else embed.width * width
+    return Cost(projections=2 * new * matrix, weights=matrix * element)
+
+
+def _layer(
+    config: ModelConfig, mixer: Attention, width: int, own: int, new: int, seen: int, element: int, stored: int = 0
+) -> Cost:
+    """One attention.  ``own``: the width that keys and values are made of; 0: none are made, they are read only."""
+    dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
+    value_dim = mixer.value_dim or dim
+    values = kv_heads * (dim + value_dim)
+    matrices = width * mixer.heads * (dim + value_dim) + own * values
+    return Cost(
+        projections=2 * new * matrices,
+        attention=2 * new * seen * mixer.heads * (dim + value_dim),
+        weights=matrices * element,
+        written=new * values * stored if own else 0,
+        read=seen * values * stored,
+    )
+
+
+def _mlp(mlp: Plain | Gated | Experts, width: int, new: int, element: int) -> Cost:
+    one = (2 if isinstance(mlp, Plain) else 3) * width * mlp.hidden
+    if not isinstance(mlp, Experts):
+        return Cost(projections=2 * new * one, weights=one * element)
+    router = width * mlp.count
+    chosen = min(mlp.count, new * mlp.active)
+    return Cost(projections=2 * new * (mlp.active * one + router), weights=(chosen * one + router) * element)
+
+
+def _answers(config: ModelConfig, length: int, element: int) -> Cost:
+    """An encoder's head: of every token, or of the pooled row."""
+    head, width = config.head, head_width(config)
+    outputs = 0 if isinstance(head, Pooled) else len(head.labels) if isinstance(head, Classes) else config.vocab
+    per_row = isinstance(head, Pooled) or (isinstance(head, Classes) and head.per == "row")
+    matrices = width * outputs + (0 if head.transform is None else config.width * width)
+    return Cost(head=2 * (1 if per_row else length) * matrices, weights=matrices * element)

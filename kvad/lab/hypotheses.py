@@ -31,7 +31,7 @@ from kvad.lab.watch import Call, Watched
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import distance_bias
 from kvad.ops.rotary import Angles
-from kvad.step import Lane, Rotary, Step
+from kvad.step import Lane, Rotary, Step, View
 
 __all__ = ["explain"]
 
@@ -287,7 +287,7 @@ def _other_scores(case: Case) -> tuple[str, str] | None:
     score, seen = case.judge.score, case.allowed.unsqueeze(0).expand_as(case.scores)
     heads, kv_heads = case.scores.shape[0], case.k.shape[0]
     keys = case.k.repeat_interleave(heads // kv_heads, dim=0)
-    dots = case.q.transpose(0, 1) @ keys.transpose(-1, -2) * score.scale
+    dots = case.q.transpose(0, 1) @ keys.transpose(-1, -2).to(case.q.dtype) * score.scale
     bias = _bias(case, 0)
     left = case.scores - bias
     if score.softcap is not None:
@@ -357,7 +357,7 @@ def _first_queries(model: Transformer, tokens: Sequence[int], start: int) -> Ten
         raise _Enough
 
     watched = Watched(keep)
-    watched.inner = _Nowhere(model.config.decoder.layers)
+    watched.inner = _Nowhere(model.config.stack.layers)
     positions = torch.arange(start, start + len(tokens))
     step = Step(torch.tensor(tokens), positions, (Lane(1, len(tokens), len(tokens)),), positions)
     try:
@@ -379,10 +379,13 @@ class _Nowhere:
     def __init__(self, layers: int) -> None:
         self._layers = layers
 
-    def open(self, step: Step) -> Sequence[_Nothing]:
+    def open(self, step: Step) -> Sequence[View]:
         return [_Nothing()] * self._layers
 
 
 class _Nothing:
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, score: object) -> Tensor:
-        return q.new_zeros(*q.shape[:2], v.shape[-1])
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: object) -> Tensor:
+        return q.new_zeros(*q.shape[:2], q.shape[-1] if v is None else v.shape[-1])
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        pass

@@ -1,8 +1,10 @@
-"""What is in a checkpoint, from its small files and its headers: no weight is read and torch is not imported.
+"""What is in a checkpoint, from its small files and its headers: no weight is read, and of kvad's own none needs torch.
 
 ``problems`` are what a load would refuse: files that are missing or not as long as the manifest says, no manifest at
 all; tensors that are missing, that nobody asked for, or that have another shape than the config says.  ``check`` reads
-every file.  Attention maps need a running model and are asked of :class:`kvad.llm.LLM`, which is imported only then.
+every file.  A Hugging Face folder has no manifest, and that is no problem; its tensors are listed under their own
+names and counted under ours; its family imports torch (``lab/plan.py`` says why).  Attention maps need a running model
+and are asked of :class:`kvad.llm.LLM`, which is imported only then.
 """
 
 from __future__ import annotations
@@ -15,9 +17,18 @@ from typing import Any, NamedTuple
 
 from kvad.cache.planning import BUDGET, MemoryPlan
 from kvad.cache.weights import part_of, parts, weight_shapes
-from kvad.checkpoint.folder import MANIFEST, MODEL, TRAINING, check_file, locate, read_json, read_manifest
+from kvad.checkpoint.folder import (
+    MANIFEST,
+    MODEL,
+    TRAINING,
+    check_file,
+    is_foreign,
+    locate,
+    read_json,
+    read_manifest,
+)
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError
+from kvad.errors import CheckpointError, TokenizerError, UsageError
 from kvad.lab.draw import AttentionMap
 from kvad.lab.headers import TensorInfo, read_headers
 from kvad.lab.plan import memory_json, plan_target, read_target
@@ -37,6 +48,7 @@ class Summary:
     """``parameters`` by part, of what is stored; ``training``: what the checkpoint says of its training, or None.
 
     ``files``: how many the manifest lists, None without one; ``checked``: all of them have the manifest's sha256.
+    ``origin``: the ``model_type`` of a Hugging Face folder.
     """
 
     path: Path
@@ -49,6 +61,7 @@ class Summary:
     training: Mapping[str, Any] | None
     files: int | None
     checked: bool
+    origin: str | None = None
 
     @property
     def num_parameters(self) -> int:
@@ -65,9 +78,11 @@ def summarise(folder: Path, *, check: bool = False) -> Summary:
     """``check``: also compare every file with its sha256 (this reads them all, and imports torch).
 
     Raises CheckpointError for what is not a whole checkpoint, and for a file that ``check`` finds to be another than
-    the manifest's; ConfigError for a config that cannot be.
+    the manifest's; ConfigError for a config that cannot be; UsageError for a check of a folder without any manifest.
     """
     path = locate(folder)
+    if is_foreign(path):
+        return _summarise_foreign(path, check)
     if check:
         from kvad.checkpoint.native import load
 
@@ -86,6 +101,44 @@ def summarise(folder: Path, *, check: bool = False) -> Summary:
         training=_training(path),
         files=None if files is None else len(files),
         checked=check,
+    )
+
+
+def _summarise_foreign(path: Path, check: bool) -> Summary:
+    """Tensors without their data, on torch's meta device, tell which names and shapes do not fit."""
+    if check:
+        raise UsageError(f"{path}: a Hugging Face folder has no manifest to check against", f"kvad doctor {path}")
+    import torch
+
+    from kvad.checkpoint.hf import misfits
+    from kvad.checkpoint.imported import Imported
+
+    target, opened = read_target(str(path)), Imported(path)
+    theirs = opened.tensors
+    meta = {name: torch.empty(theirs.shape(name), dtype=theirs.dtype(name), device="meta") for name in theirs}
+    tensors = [
+        TensorInfo(name, str(theirs.dtype(name)).removeprefix("torch."), theirs.shape(name), theirs.bytes(name))
+        for name in theirs
+    ]
+    problems = misfits(opened.family, target.config, meta, str(path))
+    tokenizer = None
+    try:
+        found = opened.tokenizer
+        tokenizer = None if found is None else TokenizerSummary(found.kind, found.vocab_size, found.specials.names())
+    except TokenizerError as error:
+        problems.append(error.message)
+    return Summary(
+        path=path,
+        config=target.config,
+        tensors=tuple(tensors),
+        parameters=parts(weight_shapes(target.config)),
+        problems=tuple(problems),
+        plan=plan_target(target, budget=BUDGET),
+        tokenizer=tokenizer,
+        training=None,
+        files=None,
+        checked=False,
+        origin=target.origin,
     )
 
 
@@ -162,13 +215,19 @@ def outline(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     return lines
 
 
+def _tensor_json(tensor: TensorInfo, ours: bool) -> Mapping[str, object]:
+    """Its part is known by our names only."""
+    return {**tensor._asdict(), "part": part_of(tensor.name) if ours else None}
+
+
 def to_json(summary: Summary) -> Mapping[str, object]:
     """What ``kvad inspect --json`` prints; ``tensors`` always, they are small."""
     return {
         "path": summary.path,
+        "origin": summary.origin,
         "config": summary.config.to_dict(),
         "parameters": {"total": summary.num_parameters, **summary.parameters},
-        "tensors": [{**tensor._asdict(), "part": part_of(tensor.name)} for tensor in summary.tensors],
+        "tensors": [_tensor_json(tensor, summary.origin is None) for tensor in summary.tensors],
         "problems": summary.problems,
         "memory": memory_json(summary.plan),
         "manifest": None if summary.files is None else {"files": summary.files, "checked": summary.checked},

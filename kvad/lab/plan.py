@@ -1,39 +1,55 @@
-"""What would it take, and what would fit?  Asks ``cache/planning.py``; no weight is loaded and no torch imported.
+"""What would it take, and what would fit?  Asks ``cache/planning.py``; no weight is loaded.
 
-A target is a checkpoint (or a run, which stands for its newest one), a config (JSON, or TOML with the model under
-``[model]``), a recipe of ``kvad train``, or a known shape's name.  Exact numbers (weights, pool) and bounds (scratch,
-activations) stand apart, as they do in ``cache/planning.py``.
+A target is a checkpoint (or a run, which stands for its newest one), a Hugging Face folder or its ``config.json``
+alone, a config (JSON, or TOML with the model under ``[model]``), a recipe of ``kvad train``, or a known shape's name.
+Exact numbers (weights, pool) and bounds (scratch, activations) stand apart, as they do in ``cache/planning.py``.
+
+No torch, with one exception: Hugging Face's config is read by its family, whose one file holds its table of tensors
+too, and how they are turned; reading it imports torch, a second or two.  Everything else stays without.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvad.cache.planning import GroupPlan, MemoryPlan, fits, plan_memory, step_bytes
-from kvad.cache.sizing import CacheConfig, Fit
+from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Fit
 from kvad.cache.weights import num_parameters
-from kvad.checkpoint.folder import CONFIG, MODEL, locate
+from kvad.checkpoint.folder import CONFIG, MODEL, is_foreign, locate
+from kvad.checkpoint.hub import INDEX, SINGLE
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError, UsageError
 from kvad.lab.headers import stored_dtype
 from kvad.lab.shapes import shape
 from kvad.train.config import RunConfig, read_toml
 
-__all__ = ["Report", "Speed", "Target", "make_report", "memory_json", "plan_target", "read_target", "to_json"]
-
+__all__ = [
+    "Report",
+    "Speed",
+    "Target",
+    "layers_of",
+    "make_report",
+    "memory_json",
+    "plan_target",
+    "read_target",
+    "to_json",
+]
 
 BYTES = ("weights", "payload", "columns", "reserved", "pool", "scratch", "activations", "total")
 
 
 class Target(NamedTuple):
-    """What is planned: ``stored`` is the dtype of a checkpoint's weights, None where there are none."""
+    """What is planned: ``stored`` is the dtype of a checkpoint's weights, None where there are none; ``origin`` the
+    ``model_type`` of what is Hugging Face's."""
 
     name: str
     config: ModelConfig
     stored: str | None = None
+    origin: str | None = None
 
 
 class Speed(NamedTuple):
@@ -66,10 +82,35 @@ def read_target(text: str) -> Target:
     path = Path(text)
     if path.is_dir():
         found = locate(path)
+        if is_foreign(found):
+            return _read_foreign(text, found / CONFIG)
         return Target(text, _read_config(found / CONFIG), stored_dtype(found / MODEL))
+    if path.is_file() and path.suffix == ".json" and "model_type" in _content(path):
+        return _read_foreign(text, path)
     if path.is_file() or path.suffix in (".json", ".toml"):
         return Target(text, _read_config(path))
     return Target(text.lower(), shape(text))
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    """Of a JSON file; what is none is for others to say."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _read_foreign(name: str, path: Path) -> Target:
+    """Weights that lie beside the config settle what it leaves open: whether the head is tied, which head it is."""
+    from kvad.checkpoint.imported import Imported, read_config  # with torch: see above
+
+    origin = str(_content(path).get("model_type", ""))
+    if path.name == CONFIG and any((path.parent / weights).is_file() for weights in (SINGLE, INDEX)):
+        opened = Imported(path.parent)
+        return Target(name, opened.config, str(opened.stored).removeprefix("torch."), origin)
+    config, stored = read_config(path)
+    return Target(name, config, stored if stored in DTYPE_BYTES else None, origin)
 
 
 def _read_config(path: Path) -> ModelConfig:
@@ -98,34 +139,51 @@ def plan_target(
     target: Target,
     *,
     context: int | None = None,
+    source_context: int | None = None,
     weights_dtype: str | None = None,
     dtype: str | None = None,
     budget: int,
     **cache: Any,
 ) -> MemoryPlan:
-    """``context`` defaults to the model's limit, the weights to what is stored (else float32), the cache to the
-    weights' dtype; ``cache`` are other fields of CacheConfig.
+    """``context`` (of an encoder: its texts) defaults to the model's limit, ``source_context`` to the source's, the
+    weights to what is stored (else float32), the cache to the weights' dtype; ``cache``: other fields of CacheConfig.
 
-    Raises UsageError for a context beyond the model's limit, ConfigError for anything else that cannot be.
+    Raises UsageError for a context beyond the model's limit or a source that it does not have, ConfigError for anything
+    else that cannot be.
     """
-    limit = target.config.limit
-    if context is not None and context > limit:
-        raise UsageError(
-            f"a context of {context:,} tokens is beyond the limit of {target.name}, {limit:,} tokens",
-            f"ask for {limit:,} or less",
-        )
+    limit, source = target.config.limit, target.config.source
+    if source is None and source_context is not None:
+        raise UsageError(f"{target.name} has no source: it is {_a(target.config.kind)}", "--context is what it reads")
+    most = 0 if source is None else source.limit
+    for what, asked, there in (("context", context, limit), ("source", source_context, most)):
+        if asked is not None and asked > there:
+            raise UsageError(
+                f"a {what} of {asked:,} tokens is beyond the limit of {target.name}, {there:,} tokens",
+                f"ask for {there:,} or less",
+            )
+    if source_context is not None and source_context < 1:
+        raise UsageError(f"a source of {source_context:,} tokens", "it has at least 1")
     stored = "float32" if target.stored == "float16" else target.stored  # widened when it is loaded
     weights = weights_dtype or stored or "float32"
-    config = CacheConfig(capacity=limit if context is None else context, dtype=dtype or weights, **cache)
+    config = CacheConfig(
+        capacity=limit if context is None else context,
+        source_capacity=most if source_context is None else source_context,
+        dtype=dtype or weights,
+        **cache,
+    )
     return plan_memory(target.config, config, weights_dtype=weights, budget=budget)
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def make_report(
     name: str, plan: MemoryPlan, *, available: int | None, bandwidth: float, measured: bool, fit: int | None = None
 ) -> Report:
-    """Speeds are for one row and for all rows, at the whole context."""
+    """Speeds are for one row and for all rows, at the whole context; an encoder decodes nothing."""
     speeds = []
-    for rows in sorted({1, plan.cache.rows}):
+    for rows in sorted({1, plan.cache.rows}) if plan.config.decoder is not None else ():
         read = step_bytes(plan, rows, plan.cache.capacity)
         speeds.append(Speed(rows, plan.cache.capacity, read, rows * bandwidth / read))
     table = () if fit is None else fits(plan, fit)
@@ -136,6 +194,7 @@ def to_json(report: Report) -> Mapping[str, object]:
     """What ``--json`` prints; bytes everywhere."""
     return {
         "name": report.name,
+        "kind": report.plan.config.kind,
         "parameters": num_parameters(report.plan.config),
         **memory_json(report.plan),
         "available": report.available,
@@ -152,16 +211,24 @@ def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
         "weights_dtype": plan.weights_dtype,
         "cache": {name: getattr(plan.cache, name) for name in ("layout", "dtype", "block_size", "rows", "chunk")},
         "context": plan.cache.capacity,
+        "source_context": None if plan.config.source is None else plan.cache.source_capacity,
         "budget": plan.budget,
         "bytes": {name: getattr(plan, name) for name in BYTES},
-        "groups": [_group_json(group) for group in plan.groups],
+        "groups": [_group_json(plan, group) for group in plan.groups],
     }
 
 
-def _group_json(plan: GroupPlan) -> Mapping[str, object]:
+def layers_of(plan: MemoryPlan, each: GroupPlan) -> tuple[int, ...]:
+    """The decoder's layers of a group; cross-attention is counted after all layers in the memory's own numbers."""
+    assert plan.config.decoder is not None, "an encoder has no groups"
+    return tuple(index % plan.config.decoder.layers for index in each.group.layers)
+
+
+def _group_json(whole: MemoryPlan, plan: GroupPlan) -> Mapping[str, object]:
     group, size = plan.group, plan.bytes
     return {
-        "layers": group.layers,
+        "cross": group.mixer.cross,
+        "layers": layers_of(whole, plan),
         "window": group.mixer.window,
         "kv_heads": group.mixer.kv_heads,
         "head_dim": group.mixer.head_dim,

@@ -28,7 +28,7 @@ from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
 from kvad.step import Memory as MemoryProtocol
 
-__all__ = ["Happened", "Key", "MakeCache", "Replayed", "Stream", "key_of", "replay", "uncached"]
+__all__ = ["Happened", "Key", "MakeCache", "Replayed", "Stream", "key_of", "replay", "uncached", "whole_row"]
 
 Key = tuple[int, int]  # (stream, sample)
 MakeCache = Callable[[Sequence[Group], torch.dtype], Cache]
@@ -37,11 +37,13 @@ SQUEEZE_EVERY = 4  # steps of at least two rows between two refusals of the ledg
 
 class Stream(NamedTuple):
     """One request.  ``forced``: per sample, the tokens that are generated, equally many each; ``follows``: submit it
-    only when that stream has its first token, so that it can hit the prompt's blocks and prefill beside decoding."""
+    only when that stream has its first token, so that it can hit the prompt's blocks and prefill beside decoding.
+    ``source``: what the encoder of an encoder-decoder reads."""
 
     prompt: tuple[int, ...]
     forced: tuple[tuple[int, ...], ...]
     follows: int | None = None
+    source: tuple[int, ...] | None = None
 
     @property
     def limit(self) -> int:
@@ -57,7 +59,8 @@ class Stream(NamedTuple):
 class Happened:
     """What a replay really did.  ``chunks``: spans that ended inside a prompt; ``mixed``: steps with decoding and
     prefilling rows together; ``recomputed``: tokens computed again after a preemption; ``hit_tokens``: prompt tokens
-    that a row found in the cache when it was first seated; ``longest``: the longest row, in tokens."""
+    that a row found in the cache when it was first seated; ``longest``: the longest row, in tokens; ``encoded``:
+    sources that the encoder read."""
 
     rows: int = 0
     steps: int = 0
@@ -69,6 +72,7 @@ class Happened:
     hit_tokens: int = 0
     forks: int = 0
     longest: int = 0
+    encoded: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,15 +130,25 @@ def replay(
 
 @torch.inference_mode()
 def uncached(
-    model: Transformer, tokens: Sequence[int], limit: int | None = None, memory: MemoryProtocol | None = None
+    model: Transformer,
+    tokens: Sequence[int],
+    limit: int | None = None,
+    memory: MemoryProtocol | None = None,
+    source: Sequence[int] | None = None,
 ) -> Tensor:
     """[T, V]: what the model says of the whole sequence with no cache.  ``limit``: what the row may reach."""
-    device = model.embed.tokens.weight.device
-    every = torch.arange(len(tokens), device=device)
+    step = whole_row(model, tokens, limit)
+    if source is not None:
+        step = step._replace(source=whole_row(model, source))
+    return model.logits(model(step, memory or Fresh(model.config)), step.wanted)
+
+
+def whole_row(model: Transformer, tokens: Sequence[int], limit: int | None = None) -> Step:
+    """One row from its first token on, all of its logits wanted."""
+    flat = torch.tensor(tokens, dtype=torch.int64, device=model.table.device)
+    every = torch.arange(len(tokens), device=flat.device)
     limits = torch.full_like(every, len(tokens) if limit is None else limit)
-    flat = torch.tensor(tokens, dtype=torch.int64, device=device)
-    step = Step(flat, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits)
-    return model.logits(model(step, memory or Fresh(model.config)), every)
+    return Step(flat, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits)
 
 
 def key_of(work: Work) -> Key:
@@ -187,8 +201,8 @@ class _Driver:
                 count = len(stream.forced[0])
                 assert count and all(len(forced) == count for forced in stream.forced), "samples of unequal lengths"
                 sampling = Sampling(max_tokens=count, temperature=0, n=len(stream.forced))
-                root = self.runner.regime(stream.limit).encode()
-                self.usages.append(self.scheduler.add(number, stream.prompt, sampling, root))
+                root = f"{self.runner.regime(stream.limit)} {stream.source}".encode()
+                self.usages.append(self.scheduler.add(number, stream.prompt, sampling, root, source=stream.source))
 
     def step(self, watch: Callable[[Plan], None] | None, keep: bool) -> bool:
         """One plan; True when nothing is left."""
@@ -196,6 +210,11 @@ class _Driver:
         if plan is None:
             assert self.scheduler.idle and not self._waiting, "the scheduler stands still"
             return True
+        if plan.encoding is not None:
+            self.runner.encode(plan.encoding)
+            self.replayed.happened.encoded += len(plan.encoding.rows)
+            self.scheduler.settle(plan, [Result()] * len(plan.encoding.rows))
+            return False
         if watch is not None:
             watch(plan)
         every = tuple(work._replace(wanted=range(work.count)) for work in plan.work)

@@ -22,9 +22,20 @@ from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["Options", "cache_config", "check_happened", "fitting", "greedy", "make_streams", "prompts_of", "squeezes"]
+__all__ = [
+    "Options",
+    "cache_config",
+    "check_happened",
+    "fitting",
+    "greedy",
+    "longest_source",
+    "make_streams",
+    "prompts_of",
+    "squeezes",
+]
 
 SQUEEZES = 2  # preemptions to force
+LONGEST_SOURCE = 48  # tokens
 WIDEST = 512  # a longer window than this is not worth passing by default
 
 TEXT = """The cache remembers what the model has read: a new word costs one step, not the whole way again.
@@ -95,7 +106,7 @@ def prompts_of(config: ModelConfig, options: Options, tokenizer: Tokenizer | Non
         lengths[-1] = 1
     source = _known_text(tokenizer) if tokenizer is not None else None
     if not source:
-        source = torch.randint(config.vocab, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
+        source = torch.randint(config.vocab, (4096,), generator=_generator(0)).tolist()
     prompts = []
     for row, length in enumerate(lengths):
         start = row * 17 % len(source)
@@ -119,6 +130,8 @@ def make_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: 
     UsageError: a prompt is empty or too long, or no prompt has a whole block to share.
     """
     limit = model.config.limit
+    if model.config.decoder is None:
+        raise UsageError("this model is an encoder: it keeps no cache that could be verified")
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise UsageError(f"prompt {number} has no tokens", "give at least one")
@@ -128,8 +141,11 @@ def make_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: 
                 f"model's limit of {limit}"
             )
     ordered = sorted((tuple(prompt) for prompt in prompts), key=len, reverse=True)
-    forced = greedy(model, ordered, options.tokens)
-    streams = [Stream(prompt, (after,)) for prompt, after in zip(ordered, forced, strict=True)]
+    sources = sources_of(model.config, len(ordered))
+    forced = greedy(model, ordered, options.tokens, sources)
+    streams = [
+        Stream(prompt, (after,), source=source) for prompt, after, source in zip(ordered, forced, sources, strict=True)
+    ]
     twin = min(1, len(streams) - 1)
     streams[twin] = streams[twin]._replace(forced=(forced[twin], forced[twin][::-1]))
     if options.prefix_hit and "paged" in options.layouts:
@@ -142,28 +158,58 @@ def make_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: 
                 "give a longer --prompt, a smaller --block-size, or --no-prefix-hit",
             )
         rest = tuple((token + 1) % model.config.vocab for token in first.prompt[shared:])
-        streams.append(Stream(first.prompt[:shared] + rest, (forced[0],), follows=0))
+        streams.append(Stream(first.prompt[:shared] + rest, (forced[0],), follows=0, source=first.source))
     return streams
 
 
+def sources_of(config: ModelConfig, rows: int) -> list[tuple[int, ...] | None]:
+    """Ragged random sources for an encoder-decoder's rows, the longest first; None for other models."""
+    if config.source is None:
+        return [None] * rows
+    vocab = config.vocab if config.source.vocab is None else config.source.vocab
+    ids = torch.randint(vocab, (rows, longest_source(config)), generator=_generator(1)).tolist()
+    return [tuple(row[: max(1, int(len(row) * 0.7**number))]) for number, row in enumerate(ids)]
+
+
+def longest_source(config: ModelConfig) -> int:
+    """Tokens of the longest source that is verified with; 0 for a model without an encoder's side."""
+    return 0 if config.source is None else min(config.source.limit, LONGEST_SOURCE)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 @torch.inference_mode()
-def greedy(model: Transformer, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[int, ...]]:
+def greedy(
+    model: Transformer,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    sources: Sequence[tuple[int, ...] | None] | None = None,
+) -> list[tuple[int, ...]]:
     """``count`` greedy tokens after each prompt, every one computed from the whole row, without a cache."""
     rows = [list(prompt) for prompt in prompts]
+    limits = [len(prompt) + count for prompt in prompts]
     memory = Fresh(model.config)
+    read = [source for source in sources or () if source is not None]
+    source = _rows(read, [len(each) for each in read]) if read else None
     for _ in range(count):
-        lengths = torch.tensor([len(row) for row in rows])
-        step = Step(
-            tokens=torch.tensor([token for row in rows for token in row]),
-            positions=torch.cat([torch.arange(len(row)) for row in rows]),
-            lanes=tuple(Lane(1, len(row), len(row)) for row in rows),
-            wanted=lengths.cumsum(0) - 1,
-            limits=torch.cat([torch.full((len(r),), len(p) + count) for r, p in zip(rows, prompts, strict=True)]),
-        )
+        step = _rows(rows, limits)._replace(source=source)
         chosen = model.logits(model(step, memory), step.wanted).argmax(dim=-1).tolist()
         for row, token in zip(rows, chosen, strict=True):
             row.append(token)
     return [tuple(row[len(prompt) :]) for row, prompt in zip(rows, prompts, strict=True)]
+
+
+def _rows(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> Step:
+    """A lane per row, each from its first token on; the logits after the last are wanted."""
+    return Step(
+        tokens=torch.tensor([token for row in rows for token in row]),
+        positions=torch.cat([torch.arange(len(row)) for row in rows]),
+        lanes=tuple(Lane(1, len(row), len(row)) for row in rows),
+        wanted=torch.tensor([len(row) for row in rows]).cumsum(0) - 1,
+        limits=torch.cat([torch.full((len(row),), limit) for row, limit in zip(rows, limits, strict=True)]),
+    )
 
 
 def cache_config(
@@ -185,6 +231,7 @@ def cache_config(
         chunk=options.chunk,
         blocks=max(max(needed) + 1, sum(needed) // 2) if tight else None,
         prefix=options.prefix_hit,
+        source_capacity=max((len(stream.source) for stream in streams if stream.source is not None), default=0),
     )
 
 

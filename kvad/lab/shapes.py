@@ -4,18 +4,22 @@ Each entry is a function without arguments, so that a config is built (and check
 numbers are those of the published checkpoints; a test holds the parameters of each against the published count.
 ``gpt3-175b`` is Brown et al. 2020, table 2.1, with all layers dense (half of theirs are banded).  ``notes-example`` is
 what the notes size in 004, section 4.17: 24 layers, 32 heads of 64, width 2,048, 8,192 tokens; its MLP and vocabulary
-are ours, the notes name none.
+are ours, the notes name none.  ``transformer-base`` is Vaswani et al. 2017, table 3: the 37,000 pieces that English and
+German share, no biases in attention; the longest row is ours.  ``marian-base`` is a pair of OPUS-MT (opus-mt-en-de).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from kvad.arch import Activation
 from kvad.config import (
     Alibi,
     Attention,
+    Embedding,
     Gated,
     Head,
     Layer,
@@ -25,7 +29,11 @@ from kvad.config import (
     Norm,
     Plain,
     Rope,
+    SinusoidalPositions,
+    Source,
     Stack,
+    T5Bias,
+    Transform,
 )
 from kvad.errors import UsageError, nearest
 
@@ -47,7 +55,7 @@ def shape(name: str) -> ModelConfig:
 def _gpt2(layers: int, heads: int, width: int, *, limit: int = 1024) -> ModelConfig:
     attention = Attention(heads, position=None, bias=True, out_bias=True)
     layer = Layer(attention, Plain(4 * width, "gelu_tanh", bias=True), LAYER_NORM)
-    return ModelConfig(width, 50257, limit, Stack(layers, {"L": layer}), LearnedPositions(limit))
+    return ModelConfig(width, 50257, limit, Stack(layers, {"L": layer}), embed=Embedding(LearnedPositions(limit)))
 
 
 def _llama(
@@ -107,7 +115,7 @@ def _gemma2(layers: int, heads: int, kv_heads: int, width: int, hidden: int) -> 
         return Layer(mixer, Gated(hidden, "gelu_tanh"), Norm("rms", 1e-6, unit_offset=True))
 
     stack = Stack(layers, {"L": layer(4096), "G": layer(None)}, "LG", "sandwich")
-    return ModelConfig(width, 256000, 8192, stack, embedding_scale=math.sqrt(width), head=Head(softcap=30.0))
+    return ModelConfig(width, 256000, 8192, stack, embed=Embedding(scale=math.sqrt(width)), head=Head(softcap=30.0))
 
 
 def _falcon7b() -> ModelConfig:
@@ -118,13 +126,90 @@ def _falcon7b() -> ModelConfig:
 def _bloom560m() -> ModelConfig:
     attention = Attention(16, position=Alibi(), bias=True, out_bias=True)
     layer = Layer(attention, Plain(4096, "gelu_tanh", bias=True), LAYER_NORM)
-    return ModelConfig(1024, 250880, 2048, Stack(24, {"L": layer}), embedding_norm=LAYER_NORM)
+    return ModelConfig(1024, 250880, 2048, Stack(24, {"L": layer}), embed=Embedding(norm=LAYER_NORM))
 
 
 def _opt125m() -> ModelConfig:
     attention = Attention(12, position=None, bias=True, out_bias=True)
     layer = Layer(attention, Plain(3072, "relu", bias=True), LAYER_NORM)
-    return ModelConfig(768, 50272, 2048, Stack(12, {"L": layer}), LearnedPositions(2050, offset=2))
+    return ModelConfig(768, 50272, 2048, Stack(12, {"L": layer}), embed=Embedding(LearnedPositions(2050, offset=2)))
+
+
+def _t5(layers: int, heads: int, width: int, hidden: int) -> ModelConfig:
+    """Version 1.0: no biases, no division by sqrt(head_dim), a table of distances per stack, tied and scaled logits."""
+
+    def layer(cross: Attention | None) -> Layer:
+        position = T5Bias(32, 128, bidirectional=cross is None)
+        mixer = Attention(heads, head_dim=64, position=position, causal=cross is not None, scale="none")
+        return Layer(mixer, Plain(hidden, "relu"), Norm("rms", 1e-6), cross=cross)
+
+    source = Attention(heads, head_dim=64, position=None, causal=False, scale="none")
+    return ModelConfig(
+        width,
+        32128,
+        512,
+        decoder=Stack(layers, {"L": layer(source)}),
+        encoder=Stack(layers, {"L": layer(None)}),
+        source=Source(512),
+        head=Head(scale=width**-0.5),
+    )
+
+
+def _translator(
+    layers: int,
+    heads: int,
+    width: int,
+    hidden: int,
+    vocab: int,
+    limit: int,
+    embed: Embedding,
+    activation: Activation,
+    *,
+    biases: bool = True,
+) -> ModelConfig:
+    """Vaswani's: a norm after each half, one table of tokens for source, target and head."""
+    attention = Attention(heads, position=None, bias=biases, out_bias=biases)
+    seeing = replace(attention, causal=False)
+    mlp = Plain(hidden, activation, bias=True)
+
+    def stack(mixer: Attention, cross: Attention | None) -> Stack:
+        return Stack(layers, {"L": Layer(mixer, mlp, LAYER_NORM, cross)}, norm_place="post", final_norm=False)
+
+    return ModelConfig(
+        width,
+        vocab,
+        limit,
+        decoder=stack(attention, seeing),
+        encoder=stack(seeing, None),
+        embed=embed,
+        source=Source(limit, embed),
+        head=Head(bias=biases),
+    )
+
+
+def _marian() -> ModelConfig:
+    embed = Embedding(SinusoidalPositions(form="concat"), scale=math.sqrt(512))
+    return _translator(6, 8, 512, 2048, 58101, 512, embed, "silu")
+
+
+def _transformer_base() -> ModelConfig:
+    embed = Embedding(SinusoidalPositions(), scale=math.sqrt(512))
+    return _translator(6, 8, 512, 2048, 37000, 512, embed, "relu", biases=False)
+
+
+def _bert() -> ModelConfig:
+    """As a masked language model."""
+    norm = Norm("layer", 1e-12, bias=True)
+    mixer = Attention(12, position=None, causal=False, bias=True, out_bias=True)
+    layer = Layer(mixer, Plain(3072, "gelu", bias=True), norm)
+    return ModelConfig(
+        768,
+        30522,
+        512,
+        encoder=Stack(12, {"L": layer}, norm_place="post", final_norm=False),
+        embed=Embedding(LearnedPositions(512), norm=norm, segments=2),
+        head=Head(bias=True, transform=Transform("gelu", norm=norm)),
+    )
 
 
 def _notes_example() -> ModelConfig:
@@ -159,5 +244,13 @@ SHAPES: Mapping[str, Callable[[], ModelConfig]] = {
     "gemma-2-9b": lambda: _gemma2(42, 16, 8, 3584, 14336),
     "smollm-135m": lambda: _llama(30, 9, 3, 576, 1536, 49152, 2048, tie=True),
     "tinyllama-1.1b": lambda: _llama(22, 32, 4, 2048, 5632, 32000, 2048),
+    "bert-base": _bert,
+    "t5-small": lambda: _t5(6, 8, 512, 2048),
+    "t5-base": lambda: _t5(12, 12, 768, 3072),
+    "bart-base": lambda: _translator(
+        6, 12, 768, 3072, 50265, 1024, Embedding(LearnedPositions(1026, 2), norm=LAYER_NORM), "gelu"
+    ),
+    "marian-base": _marian,
+    "transformer-base": _transformer_base,
     "notes-example": _notes_example,
 }

@@ -30,7 +30,7 @@ from kvad.lab.diagnose import diagnose
 from kvad.lab.faults import check_fault, hurt_memory, hurt_model
 from kvad.lab.findings import EXACT, Divergence, Finding, MemoryReport, Report, Verdict
 from kvad.lab.replay import Key, Replayed, replay, uncached
-from kvad.lab.scenario import Options, cache_config, check_happened, make_streams, squeezes
+from kvad.lab.scenario import Options, cache_config, check_happened, longest_source, make_streams, squeezes
 from kvad.model.transformer import Transformer
 
 __all__ = ["Comparison", "Options", "compare", "require_room", "tolerance", "verify"]
@@ -142,6 +142,7 @@ def _needs(config: ModelConfig, prompts: Sequence[int], options: Options, rows: 
             capacity=longest,
             chunk=options.chunk,
             blocks=max(-(-longest // size) + 1, blocks // 2) if tight and layout == "paged" else None,
+            source_capacity=longest_source(config),
         )
         plan = plan_memory(config, cache, weights_dtype="float64", budget=options.chunk + seats)
         rest = max(rest, plan.total + plan.weights // 2)
@@ -196,7 +197,7 @@ class _Run:
     ) -> None:
         self.options, self.fault, self.progress = options, fault, progress
         self.config = model.config
-        self.single = model if model.embed.tokens.weight.dtype == torch.float32 else copy.deepcopy(model).float()
+        self.single = model if model.table.dtype == torch.float32 else copy.deepcopy(model).float()
         self.double = copy.deepcopy(model).double()
         progress("the judge")
         self.streams = make_streams(self.single, prompts, options)
@@ -210,7 +211,7 @@ class _Run:
 
     def _judge(self, model: Transformer) -> dict[Key, Tensor]:
         return {
-            (number, sample): uncached(model, stream.tokens(sample), stream.limit)
+            (number, sample): uncached(model, stream.tokens(sample), stream.limit, source=stream.source)
             for number, stream in enumerate(self.streams)
             for sample in range(len(stream.forced))
         }

@@ -56,10 +56,11 @@ class Watched:
         assert self.inner is not None
         return [_WatchedView(self, layer, view) for layer, view in enumerate(self.inner.open(step))]
 
-    def call(self, layer: int, view: View, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
+    def call(self, layer: int, view: View, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
         self._seen.clear()
         out = view.attend(q, k, v, score)
-        self.listener(Call(layer, q, k, v, score, tuple(self._seen)))
+        if k is not None and v is not None:
+            self.listener(Call(layer, q, k, v, score, tuple(self._seen)))
         return out
 
 
@@ -86,8 +87,11 @@ class _WatchedView:
     def __init__(self, watched: Watched, layer: int, view: View) -> None:
         self._watched, self._layer, self._view = watched, layer, view
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
         return self._watched.call(self._layer, self._view, q, k, v, score)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        self._view.write(k, v)
 
 
 # ---------------------------------------------------------------- the judge
@@ -119,7 +123,7 @@ def judge_layers(model: Transformer, stream: Stream, sample: int) -> list[Layer]
 
     watched = Watched(keep)
     watched.inner = Fresh(model.config, kernel="reference", probe=watched.probe)
-    uncached(model, stream.tokens(sample), stream.limit, watched)
+    uncached(model, stream.tokens(sample), stream.limit, watched, stream.source)
     return layers
 
 
@@ -127,12 +131,13 @@ def judge_layers(model: Transformer, stream: Stream, sample: int) -> list[Layer]
 
 
 class Books:
-    """Per group, the position that lies in every slot (-1: nothing), and the blocks of every row when last planned."""
+    """Per group of self-attention, the position that lies in every slot (-1: nothing), and the blocks of every row when
+    last planned."""
 
     def __init__(self, placed: Sequence[Group]) -> None:
-        self.groups = tuple(placed)
-        self.positions = [torch.full((group.blocks, group.block_size), -1, dtype=torch.int64) for group in placed]
-        self.blocks: list[dict[Key, list[int]]] = [{} for _ in placed]
+        self.groups = tuple(group for group in placed if not group.mixer.cross)
+        self.positions = [torch.full((group.blocks, group.block_size), -1, dtype=torch.int64) for group in self.groups]
+        self.blocks: list[dict[Key, list[int]]] = [{} for _ in self.groups]
 
     def enter(self, plan: Plan) -> None:
         """Write down a plan that is about to run."""

@@ -150,16 +150,16 @@ class RunConfig:
     def resolve(self, vocab: int) -> ModelConfig:
         """The model's config, given the tokenizer's size: the preset, what differs from it, vocab and limit."""
         table = _with_nulls(self.model)
-        name = table.pop("preset", None if "decoder" in table else "small")
+        name = table.pop("preset", None if table.keys() & {"decoder", "encoder"} else "small")
         dotted = table.pop("set", {})
         if name is not None and name not in PRESETS:
             raise ConfigError(f"model.preset: {name!r} is not known", nearest(str(name), PRESETS))
-        base = {} if name is None else to_dict(PRESETS[name](vocab, self.data.context))
+        base = {"embed": {}} if name is None else to_dict(PRESETS[name](vocab, self.data.context))
         merged = override(_merge(base, table), dotted)
-        for key, value in {"vocab": vocab, "limit": self.data.context}.items():
-            if merged.setdefault(key, value) < value:
-                least = "the tokenizer's vocabulary" if key == "vocab" else "data.context"
-                raise ConfigError(f"model.{key}: {merged[key]} is below {value}, {least}")
+        _reach(merged, "vocab", vocab, "the tokenizer's vocabulary")
+        _reach(merged, "limit", self.data.context, "data.context")
+        if isinstance(merged.get("source"), dict):
+            _reach(merged["source"], "limit", self.data.context, "data.context", "source.")
         return ModelConfig.from_dict(merged)
 
 
@@ -215,6 +215,11 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         )
         merged[key] = _merge(below, value) if same else value  # type: ignore[arg-type]
     return merged
+
+
+def _reach(table: dict[str, Any], key: str, least: int, what: str, where: str = "") -> None:
+    if table.setdefault(key, least) < least:
+        raise ConfigError(f"model.{where}{key}: {table[key]} is below {least}, {what}")
 
 
 def _check(holds: bool, where: str, value: object, must: str) -> None:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvad.errors import DataError, counted
+from kvad.text.base import Tokenizer
 
-__all__ = ["Corpus", "Source", "open_corpus"]
+__all__ = ["PROBE_BYTES", "Corpus", "Framer", "Source", "open_corpus"]
+
+Framer = Callable[[int, list[int]], list[int]]  # (number of a text, its ids) -> the ids with what stands around them
 
 PROBE_BYTES = 8192  # a zero byte among the first ones: not text
 
@@ -28,6 +32,9 @@ class Source:
     name: str
     num_bytes: int
     sha256: str
+
+    def entry(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.num_bytes, "sha256": self.sha256}
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,24 @@ class Corpus:
         """The documents in order; may be called again.  Raises DataError naming file and byte."""
         for source in self.sources:
             yield read_text(source.path, self.errors)
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the texts, and how they are framed."""
+        return {"errors": self.errors, "sources": [source.entry() for source in self.sources]}
+
+    def framer(self, tokenizer: Tokenizer) -> Framer:
+        """Every document is opened by the separator.  Raises DataError for a tokenizer that has none."""
+        separator = tokenizer.specials.separator
+        if separator is None:
+            raise DataError(
+                "this tokenizer has no token that opens a document", "train one here, or give it <|endofdoc|>"
+            )
+        return lambda _number, ids: [separator, *ids]
+
+    def told(self) -> str:
+        """One line about it."""
+        skipped = f"; {counted(self.skipped, 'binary or empty one')} left out" if self.skipped else ""
+        return f"corpus: {counted(len(self.sources), 'file')}, {self.num_bytes / 1e6:,.1f} MB{skipped}"
 
 
 def open_corpus(paths: Sequence[Path], *, suffixes: Sequence[str] = (), errors: str = "strict") -> Corpus:

@@ -1,4 +1,7 @@
-"""Token stores -> packed Steps: who is trained on what, in an order that integers alone decide.
+"""Documents -> packed Steps: who is trained on what, in an order that integers alone decide.
+
+What the loop asks of any data is :class:`TrainingData`; of documents it is :class:`DocumentData` (of pairs,
+``pair_data.py``).
 
 **Packing.**  A split is a circle of documents, each opened by the separator.  A row is ``context`` consecutive tokens
 of the circle; its targets are the tokens one further on::
@@ -18,8 +21,8 @@ random.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,9 +30,21 @@ from torch import Tensor
 
 from kvad.errors import DataError, counted
 from kvad.step import Lane, Step
+from kvad.train.config import RunConfig
 from kvad.train.store import Ints, TokenStore
 
-__all__ = ["Batch", "Order", "Split", "batch_of", "evaluation_rows", "split"]
+__all__ = [
+    "Batch",
+    "DocumentData",
+    "Epochs",
+    "Order",
+    "Split",
+    "TrainingData",
+    "batch_of",
+    "evaluation_rows",
+    "generator",
+    "split",
+]
 
 MANY_DOCUMENTS = 10  # from here on whole documents are held out
 
@@ -39,6 +54,57 @@ class Batch(NamedTuple):
 
     step: Step
     targets: Tensor
+
+
+class TrainingData(Protocol):
+    """What the loop asks of data: targets to train on and to judge by, those of a full step, and the Steps."""
+
+    @property
+    def train_tokens(self) -> int: ...
+
+    @property
+    def validation_tokens(self) -> int: ...
+
+    @property
+    def tokens_per_step(self) -> int: ...
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """Of optimizer step ``step`` (from 0): a function of the step alone."""
+        ...
+
+    def evaluation(self) -> Iterator[Batch]:
+        """The validation split, or as much of it as the configuration asks for."""
+        ...
+
+    def told(self) -> list[str]:
+        """What a user should know of it, in lines."""
+        ...
+
+
+class DocumentData:
+    """Documents, next token by next token.  Raises DataError where they are too few for a row of each split."""
+
+    def __init__(self, store: TokenStore, config: RunConfig) -> None:
+        data, train = config.data, config.train
+        self._data, self._train = data, train
+        self.training, self.validation = split(store, data.validation, train.seed)
+        rows = train.batch * train.accumulate
+        self._order = Order(data.order, len(self.training), data.context, rows, train.seed)
+        self.train_tokens, self.validation_tokens = len(self.training), len(self.validation)
+        self.tokens_per_step = rows * data.context
+        self._store = store
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        starts = self._order.starts(step).reshape(self._train.accumulate, self._train.batch)
+        return [batch_of(self.training, rows, self._data.context, self._train.device) for rows in starts]
+
+    def evaluation(self) -> Iterator[Batch]:
+        data, train = self._data, self._train
+        for starts, length in evaluation_rows(self.validation, data.context, train.eval_tokens, train.batch):
+            yield batch_of(self.validation, starts, length, train.device)
+
+    def told(self) -> list[str]:
+        return [f"tokens: {self._store.num_tokens:,} in {counted(self._store.num_documents, 'document')}"]
 
 
 class Split:
@@ -90,8 +156,35 @@ def batch_of(rows: Split, starts: Ints, length: int, device: torch.device | str 
     return Batch(step, targets[wanted].to(device))
 
 
+class Epochs:
+    """Which rows a step takes, where every epoch takes each of ``per_epoch`` rows once; a step may span epochs.
+
+    ``order(epoch)``: the rows of an epoch, in its order.
+    """
+
+    def __init__(self, per_epoch: int, num_rows: int, order: Callable[[int], Ints]) -> None:
+        """``num_rows``: rows of one optimizer step."""
+        self._per_epoch, self._num_rows, self._order = per_epoch, num_rows, order
+        self._epoch, self._kept = -1, np.empty(0, np.int64)
+
+    def rows(self, step: int) -> Ints:
+        """Of optimizer step ``step`` (from 0), [num_rows]."""
+        numbers = np.arange(step * self._num_rows, (step + 1) * self._num_rows)
+        epochs = numbers // self._per_epoch
+        rows = np.empty(self._num_rows, np.int64)
+        for epoch in np.unique(epochs):
+            mine = epochs == epoch
+            rows[mine] = self._of_epoch(int(epoch))[numbers[mine] % self._per_epoch]
+        return rows
+
+    def _of_epoch(self, epoch: int) -> Ints:
+        if epoch != self._epoch:
+            self._epoch, self._kept = epoch, self._order(epoch)
+        return self._kept
+
+
 class Order:
-    """Which rows a step takes."""
+    """Where the rows of a step begin."""
 
     def __init__(self, kind: str, num_tokens: int, context: int, num_rows: int, seed: int) -> None:
         """``num_rows``: rows of one optimizer step.  Raises DataError if the split is shorter than one row."""
@@ -104,30 +197,23 @@ class Order:
         self._kind, self._num_tokens, self._context = kind, num_tokens, context
         self._num_rows, self._seed = num_rows, seed
         self.rows_per_epoch = num_tokens // context
-        self._epoch, self._starts = -1, np.empty(0, np.int64)
+        self._epochs = Epochs(self.rows_per_epoch, num_rows, self._of_epoch)
 
     def starts(self, step: int) -> Ints:
         """Where the rows of optimizer step ``step`` (from 0) begin, [num_rows]."""
         if self._kind == "windows":
-            return _random(self._seed, step).integers(0, self._num_tokens - self._context, self._num_rows)
-        rows = np.arange(step * self._num_rows, (step + 1) * self._num_rows)
-        epochs = rows // self.rows_per_epoch
-        starts = np.empty(self._num_rows, np.int64)
-        for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            starts[mine] = self._of_epoch(int(epoch))[rows[mine] % self.rows_per_epoch]
-        return starts
+            return generator(self._seed, step).integers(0, self._num_tokens - self._context, self._num_rows)
+        return self._epochs.rows(step)
 
     def _of_epoch(self, epoch: int) -> Ints:
-        if epoch != self._epoch:
-            random = _random(self._seed, epoch)
-            offset = random.integers(0, self._num_tokens)
-            self._epoch = epoch
-            self._starts = (offset + random.permutation(self.rows_per_epoch) * self._context) % self._num_tokens
-        return self._starts
+        random = generator(self._seed, epoch)
+        offset = random.integers(0, self._num_tokens)
+        starts: Ints = (offset + random.permutation(self.rows_per_epoch) * self._context) % self._num_tokens
+        return starts
 
 
-def _random(seed: int, number: int) -> np.random.Generator:
+def generator(seed: int, number: int) -> np.random.Generator:
+    """Random numbers that are a function of the run's seed and one more integer."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
 
 

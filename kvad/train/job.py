@@ -1,8 +1,11 @@
-"""From text files to a trained model: everything around the loop.
+"""From text files, or pairs of texts, to a trained model: everything around the loop.
 
     from kvad.train.config import RunConfig, TrainConfig
     from kvad.train.job import train
     outcome = train(RunConfig(train=TrainConfig(minutes=2)), [Path("corpus")], Path("runs/x"), callbacks=[...])
+
+An encoder-decoder (``RunConfig(model={"preset": "transformer-tiny"})``) is trained on pairs: the paths are TSV files,
+or the corpus is a :class:`~kvad.train.pairs.PairPaths`.
 
 A run folder holds ``checkpoints/step-N/`` (each a whole checkpoint), ``data/`` (the tokens) and ``metrics.jsonl``.
 ``LLM.load("runs/x")`` works from the first save on, at any moment.  What cannot be trained is refused before any of it
@@ -23,18 +26,19 @@ import torch
 from kvad.checkpoint.folder import TRAINING, locate, read_json, steps_of
 from kvad.checkpoint.native import Checkpoint, Training, check_tensors, load, save_step
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError, ConfigError, UsageError, counted
+from kvad.errors import CheckpointError, ConfigError, UsageError
 from kvad.model.transformer import Transformer
-from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from kvad.text.tokenizer import Tokenizer, load_tokenizer
 from kvad.train.config import RunConfig, differences
-from kvad.train.corpus import Corpus, open_corpus
-from kvad.train.data import Order, split
+from kvad.train.initial import initialise
+from kvad.train.material import Material, Named, as_json, from_json, named_for
 from kvad.train.memory import require
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import resolve_precision
 from kvad.train.optim import make_optimizer, optimizer_tensors, restore_optimizer
+from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback, Outcome
-from kvad.train.store import TokenStore, changed_sources, open_store, store_key
+from kvad.train.store import changed_sources
 from kvad.train.trainer import State, Trainer
 
 __all__ = ["METRICS", "resume", "stored_run", "train"]
@@ -46,7 +50,7 @@ Clock = Callable[[], float]
 
 def train(
     config: RunConfig,
-    corpus: Sequence[Path],
+    corpus: Named,
     out: Path,
     *,
     overwrite: bool = False,
@@ -54,7 +58,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
 ) -> Outcome:
-    """Train a new model on text files and folders.
+    """Train a new model on text files and folders, or on pairs of texts.
 
     ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).
     ``available``: bytes that may be taken (None: nobody knows).  Raises UsageError, DataError, ConfigError,
@@ -67,17 +71,21 @@ def train(
             f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
         )
     _check_device(config.train.device)
-    config.resolve(vocab=1)  # before a tokenizer is trained for a model that cannot be
+    kind = config.resolve(vocab=1).kind  # before a tokenizer is trained for a model that cannot be
     tell = _teller(callbacks)
-    texts = _open_corpus(config, corpus, tell)
-    tokenizer = _make_tokenizer(config, texts, tell)
+    named = named_for(kind, corpus)
+    material = Material(config, named, tell)
+    tokenizer = material.make_tokenizer()
     model_config = config.resolve(tokenizer.vocab_size)
     _check_memory(config, model_config, available)
     with _nothing_left(out):
-        store = _open_store(config, out, texts, tokenizer, tell)
+        material.open(out / "data", tokenizer)
     torch.manual_seed(config.train.seed)
-    model = Transformer(model_config).to(config.train.device)
-    run = _Run(config, corpus, out, model, tokenizer, store, fresh=bool(earlier))
+    model = Transformer(model_config)
+    if kind == "encoder-decoder":
+        initialise(model)
+    model.to(config.train.device)
+    run = _Run(config, named, out, model, tokenizer, material, fresh=bool(earlier))
     return run.fit(State(), None, callbacks, clock)
 
 
@@ -85,7 +93,7 @@ def resume(
     out: Path,
     *,
     config: RunConfig | None = None,
-    corpus: Sequence[Path] = (),
+    corpus: Named = (),
     available: int | None = None,
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
@@ -105,29 +113,30 @@ def resume(
     _check_device(config.train.device)
     _check_memory(config, checkpoint.config, available)
     tell = _teller(callbacks)
-    texts = _open_corpus(config, corpus, tell)
-    if store_key(texts, tokenizer) != state.state["data"]:
-        changed = ", ".join(changed_sources(out / "data", texts)[:3])
+    named = named_for(checkpoint.config.kind, corpus)
+    material = Material(config, named, tell)
+    if material.key(tokenizer) != state.state["data"]:
+        changed = ", ".join(changed_sources(out / "data", material.texts)[:3])
         raise ConfigError(f"cannot resume {out}: its corpus has changed{': ' + changed if changed else ''}")
-    store = _open_store(config, out, texts, tokenizer, tell)
+    material.open(out / "data", tokenizer)
     if state.state.get("threads") != torch.get_num_threads():
         tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")
     torch.manual_seed(config.train.seed)
     model = Transformer(checkpoint.config)
     check_tensors(checkpoint.tensors, {name: tuple(t.shape) for name, t in model.state_dict().items()})
     model.load_state_dict(checkpoint.tensors)  # copied: training must never write into a mapped file
-    run = _Run(config, corpus, out, model.to(config.train.device), tokenizer, store)
+    run = _Run(config, named, out, model.to(config.train.device), tokenizer, material)
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
 
 
-def stored_run(out: Path) -> tuple[RunConfig, list[Path]]:
+def stored_run(out: Path) -> tuple[RunConfig, Named]:
     """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
     path = locate(out)
     if not (path / TRAINING).is_dir():
         raise CheckpointError(f"{path} holds a model but no training state", "only a run of kvad train can go on")
     state = read_json(path / TRAINING / "state.json")
     try:
-        return RunConfig.from_dict(state["run"]), [Path(name) for name in state["corpus"]]
+        return RunConfig.from_dict(state["run"]), from_json(state["corpus"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{path / TRAINING / 'state.json'}: no {error}") from error
 
@@ -138,16 +147,16 @@ class _Run:
     def __init__(
         self,
         config: RunConfig,
-        corpus: Sequence[Path],
+        corpus: Named,
         out: Path,
         model: Transformer,
         tokenizer: Tokenizer,
-        store: TokenStore,
+        material: Material,
         *,
         fresh: bool = False,
     ) -> None:
-        self.config, self.out, self.model, self.tokenizer, self.store = config, out, model, tokenizer, store
-        self.corpus = [str(path.resolve()) for path in corpus]
+        self.config, self.out, self.model, self.tokenizer, self.material = config, out, model, tokenizer, material
+        self.corpus = as_json(corpus)
         self.optimizer = make_optimizer(model, config.train)
         self.fresh = fresh
 
@@ -156,11 +165,11 @@ class _Run:
         if stored is not None:
             restore_optimizer(self.model, self.optimizer, stored.tensors)
             torch.set_rng_state(stored.tensors["rng"])
-        training, validation = split(self.store, self.config.data.validation, train.seed)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
         heard = [metrics, *callbacks]
+        sample = self.material.sampler(self.model, self.tokenizer)
         trainer = Trainer(
-            self.model, self.optimizer, training, validation, self.config.data, train, state, self._save, heard, clock
+            self.model, self.optimizer, self.material.data, train, state, self._save, sample, heard, clock
         )
         try:
             return trainer.fit()
@@ -172,7 +181,7 @@ class _Run:
         content: dict[str, Any] = {
             "run": self.config.to_dict(),
             "corpus": self.corpus,
-            "data": self.store.fingerprint,
+            "data": self.material.store.fingerprint,
             "progress": dataclasses.asdict(state),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
@@ -184,50 +193,12 @@ class _Run:
             self.model.state_dict(),
             self.tokenizer,
             Training(tensors, content),
+            generation=self.material.generation(self.tokenizer),
             keep=self.config.train.keep,
             fresh=self.fresh,
         )
         self.fresh = False
         return path
-
-
-def _open_corpus(config: RunConfig, paths: Sequence[Path], tell: Callable[[str], None]) -> Corpus:
-    texts = open_corpus(paths, suffixes=config.data.suffixes, errors=config.data.errors)
-    skipped = f"; {counted(texts.skipped, 'binary or empty one')} left out" if texts.skipped else ""
-    tell(f"corpus: {counted(len(texts.sources), 'file')}, {texts.num_bytes / 1e6:,.1f} MB{skipped}")
-    return texts
-
-
-def _make_tokenizer(config: RunConfig, texts: Corpus, tell: Callable[[str], None]) -> Tokenizer:
-    wanted = config.tokenizer
-    if wanted.path is not None:
-        return load_tokenizer(Path(wanted.path))
-    tell(f"tokenizer: training {wanted.kind}")
-    specials = wanted.specials
-    return train_tokenizer(
-        wanted.kind,
-        texts.texts(),
-        vocab_size=wanted.vocab_size,
-        min_freq=wanted.min_freq,
-        lower=wanted.lower,
-        specials=specials,
-    )
-
-
-def _open_store(
-    config: RunConfig, out: Path, texts: Corpus, tokenizer: Tokenizer, tell: Callable[[str], None]
-) -> TokenStore:
-    """The corpus as tokens.  DataError, and nothing written, where they are too few to train on."""
-
-    def accept(store: TokenStore) -> None:
-        training, _ = split(store, config.data.validation, config.train.seed)
-        Order(config.data.order, len(training), config.data.context, 1, config.train.seed)
-
-    tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
-    store, found = open_store(out / "data", texts, tokenizer, accept=accept)
-    again = ", found on disk" if found else ""
-    tell(f"tokens: {store.num_tokens:,} in {counted(store.num_documents, 'document')}{again}")
-    return store
 
 
 def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
@@ -244,14 +215,14 @@ def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Checkpoint, to
         raise ConfigError(f"cannot resume with another configuration: {'; '.join(found)}", "start a new run for that")
 
 
-def _check_out(out: Path, corpus: Sequence[Path], suffixes: Sequence[str]) -> None:
-    """A folder, or none yet, that no corpus named here would read as text in a later run."""
+def _check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
+    """A folder, or none yet, that no corpus of folders would read as text in a later run."""
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"{there} is a file, and a run needs a folder", "choose another folder for --out")
     if suffixes and not set(suffixes) & set(TEXTS):
         return
-    for folder in corpus:
+    for folder in () if isinstance(corpus, PairPaths) else corpus:
         if not folder.is_dir() or not out.resolve().is_relative_to(folder.resolve()):
             continue
         inside = out.resolve().relative_to(folder.resolve())

@@ -6,10 +6,13 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
 
     state        16 P        weights, their gradients and AdamW's two moments, float32
     rows         48 T A      tokens, positions, documents, limits, wanted, targets: int64, all micro-batches at once
+                             an encoder-decoder's sources 32 T A beside them
     activations  4 T x       what the backward pass of one micro-batch needs, float32; under bf16 0.6 of it, + 2 P for
-                             the weights' copies.  x is the sum over layers of
-                                 5 E + 2 (H + K) D + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate) + S
+                             the weights' copies.  x is the sum over layers (of the encoder too) of
+                                 5 E (4 E where norms come after) + (H + K) D (twice that where it is rotated)
+                                 + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate, F with ReLU) + S
                                  + 4 H S where attention makes its scores (softcap, sink logits), H S with a bias
+                             and, where a layer attends to a source, that attention's share and 2 E more
     logits       16 min(T V, max(LOGIT_BUDGET, V))    logits, their log-probabilities and the gradients of both
 
 A test counts what autograd really keeps.  Only the CPU's memory is asked for: another device answers for itself.
@@ -18,7 +21,7 @@ No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
 
 from __future__ import annotations
 
-from kvad.config import Gated, Layer, ModelConfig, Rope, head_dim
+from kvad.config import Attention, Gated, Layer, ModelConfig, Rope, Stack, head_dim
 from kvad.errors import MemoryPlanError, counted
 from kvad.train.config import RunConfig
 
@@ -31,23 +34,35 @@ HALF = 0.6  # of the activations, where autocast multiplies in bf16: the stream 
 def training_bytes(model: ModelConfig, run: RunConfig, parameters: int, batch: int, *, half: bool = False) -> int:
     """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast."""
     tokens = batch * run.data.context
-    layers = [model.decoder.layer(index) for index in range(model.decoder.layers)]
-    kept = 4 * tokens * sum(_kept(model, layer, run.data.context) for layer in layers)
+    stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
+    layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
+    kept = 4 * tokens * sum(_kept(model, stack, layer, run.data.context) for stack, layer in layers)
     logits = 16 * min(tokens * model.vocab, max(LOGIT_BUDGET, model.vocab))
     activations = int(HALF * kept) + 2 * parameters if half else kept
-    return 16 * parameters + 48 * tokens * run.train.accumulate + activations + logits
+    row = 48 if len(stacks) == 1 else 80
+    return 16 * parameters + row * tokens * run.train.accumulate + activations + logits
 
 
-def _kept(model: ModelConfig, layer: Layer, context: int) -> int:
+def _kept(model: ModelConfig, stack: Stack, layer: Layer, context: int) -> int:
     """Elements per token that a layer keeps for its backward pass."""
-    mixer, dim = layer.mixer, head_dim(model, layer.mixer)
+    kept = (4 if stack.norm_place == "post" else 5) * model.width + _attended(model, layer.mixer, context)
+    if layer.cross is not None:
+        kept += 2 * model.width + _attended(model, layer.cross, context)
+    ways = 4 if isinstance(layer.mlp, Gated) else 1 if layer.mlp.activation == "relu" else 2
+    return kept + ways * layer.mlp.hidden
+
+
+def _attended(model: ModelConfig, mixer: Attention, context: int) -> int:
+    """Of one attention, without its input."""
+    dim = head_dim(model, mixer)
     heads, kv_heads, value_dim = mixer.heads, mixer.kv_heads or mixer.heads, mixer.value_dim or dim
-    attention = 2 * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim + context
+    times = 2 if isinstance(mixer.position, Rope) else 1
+    attention = times * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim + context
     if mixer.softcap is not None or mixer.sinks:
         attention += 4 * heads * context
     elif not (mixer.position is None or isinstance(mixer.position, Rope)):
         attention += heads * context
-    return 5 * model.width + attention + (4 if isinstance(layer.mlp, Gated) else 2) * layer.mlp.hidden
+    return attention
 
 
 def require(model: ModelConfig, run: RunConfig, parameters: int, available: int | None, *, half: bool = False) -> None:

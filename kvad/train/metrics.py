@@ -1,7 +1,8 @@
 """What a run measures: a JSONL file that survives kills, and a steady estimate of speed.
 
-One JSON object per line; ``kind`` is ``run`` (what is trained, and where), ``step``, ``eval`` or ``end``.  After a
-resume the file says what an uninterrupted run's would: lines of steps that are to be done again are dropped first.
+One JSON object per line; ``kind`` is ``run`` (what is trained, and where), ``step``, ``eval``, ``samples`` (what a
+few held-out sources become) or ``end``.  After a resume the file says what an uninterrupted run's would: lines of steps
+that are to be done again are dropped first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvad.checkpoint.atomic import refused, write_bytes
-from kvad.train.reports import Callback, EvalReport, Outcome, StartReport, StepReport
+from kvad.train.reports import Callback, EvalReport, Outcome, SamplesReport, StartReport, StepReport
 
 __all__ = ["MetricsFile", "Speed", "read_metrics"]
 
@@ -52,6 +53,9 @@ class MetricsFile(Callback):
 
     def on_eval(self, report: EvalReport) -> None:
         self._write("eval", dataclasses.asdict(report))
+
+    def on_samples(self, report: SamplesReport) -> None:
+        self._write("samples", dataclasses.asdict(report))
 
     def on_end(self, outcome: Outcome) -> None:
         if outcome.reason == "done":

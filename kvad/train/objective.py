@@ -1,4 +1,4 @@
-"""Next-token cross entropy over packed Steps, in float32, a slice of positions at a time.
+"""Next-token cross entropy over packed Steps, in float32 at least, a slice of positions at a time.
 
 ``backward`` adds the gradient of ``sum of losses / total``: with ``total`` = the targets of *all* micro-batches of an
 optimizer step, accumulation weighs every token alike, however ragged the micro-batches are.  The logits of a slice are
@@ -78,4 +78,4 @@ def _slices(model: Transformer, hidden: Tensor, batch: Batch, autocast: Autocast
     for at, targets in zip(batch.step.wanted.split(size), batch.targets.split(size), strict=True):
         with autocast():
             logits = model.logits(hidden, at)
-        yield F.cross_entropy(logits.float(), targets, reduction="sum")
+        yield F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="sum")

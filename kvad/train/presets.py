@@ -1,4 +1,6 @@
-"""Model shapes to train by name: RoPE, grouped-query attention, SwiGLU, RMSNorm before each part, a tied head.
+"""Model shapes to train by name.
+
+Decoders, for documents: RoPE, grouped-query attention, SwiGLU, RMSNorm before each part, a tied head.
 
 ==========  =====  ======  =======  ========  ======  ==========================
 name        width  layers  heads    kv heads  hidden  parameters with vocab 4096
@@ -10,15 +12,38 @@ name        width  layers  heads    kv heads  hidden  parameters with vocab 4096
 ``base``      768      12       12         4    2048                      78.7 M
 ==========  =====  ======  =======  ========  ======  ==========================
 
+Encoder-decoders, for pairs of texts: the Transformer of Vaswani et al. 2017 (``transformer-base`` is the first line of
+their table 3), without dropout:
+
+====================  =====  ======  =====  ======  =================================
+name                  width  layers  heads  hidden  parameters with vocab 4096, 37000
+====================  =====  ======  =====  ======  =================================
+``transformer-tiny``    128   2 + 2      4     512                   1.45 M    5.66 M
+``transformer-base``    512   6 + 6      8    2048                  46.24 M   63.08 M
+====================  =====  ======  =====  ======  =================================
+
 Standard library only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
-from kvad.config import Attention, Gated, Layer, ModelConfig, Stack
+from kvad.config import (
+    Attention,
+    Embedding,
+    Gated,
+    Layer,
+    ModelConfig,
+    Norm,
+    Plain,
+    SinusoidalPositions,
+    Source,
+    Stack,
+)
 
 __all__ = ["PRESETS"]
 
@@ -30,10 +55,36 @@ def _decoder(
     return ModelConfig(width=width, vocab=vocab, limit=context, decoder=Stack(layers, {"L": layer}))
 
 
+def _transformer(vocab: int, context: int, *, width: int, layers: int, heads: int, hidden: int) -> ModelConfig:
+    """Post-norm, ReLU, sinusoidal positions, one table of tokens scaled by sqrt(width) for source, target and output
+    (sec. 3.4).  Biases everywhere, as most implementations have them; the paper writes them for the MLP (eq. 2) only.
+    """
+    norm = Norm("layer", eps=1e-6, bias=True)  # the paper gives no eps; this is tensor2tensor's
+    mlp = Plain(hidden, "relu", bias=True)
+    own = Attention(heads, position=None, bias=True, out_bias=True)
+    seeing = replace(own, causal=False)
+    embed = Embedding(SinusoidalPositions(), scale=math.sqrt(width))
+
+    def stack(layer: Layer) -> Stack:
+        return Stack(layers, {"L": layer}, norm_place="post", final_norm=False)
+
+    return ModelConfig(
+        width=width,
+        vocab=vocab,
+        limit=context,
+        encoder=stack(Layer(seeing, mlp, norm)),
+        decoder=stack(Layer(own, mlp, norm, cross=seeing)),
+        embed=embed,
+        source=Source(limit=context, embed=embed),
+    )
+
+
 PRESETS: dict[str, Callable[[int, int], ModelConfig]] = {
     "tiny": partial(_decoder, width=128, layers=4, heads=4, kv_heads=2, hidden=352),
     "small": partial(_decoder, width=256, layers=6, heads=8, kv_heads=4, hidden=704),
     "demo": partial(_decoder, width=384, layers=4, heads=6, kv_heads=3, hidden=1536),
     "medium": partial(_decoder, width=512, layers=8, heads=8, kv_heads=4, hidden=1408),
     "base": partial(_decoder, width=768, layers=12, heads=12, kv_heads=4, hidden=2048),
+    "transformer-tiny": partial(_transformer, width=128, layers=2, heads=4, hidden=512),
+    "transformer-base": partial(_transformer, width=512, layers=6, heads=8, hidden=2048),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvad.errors import counted
-from kvad.train.reports import Callback, EvalReport, Outcome, StartReport, StepReport
+from kvad.train.reports import Callback, EvalReport, Outcome, SamplesReport, StartReport, StepReport
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +55,12 @@ class PlainProgress(Callback):
         self.val_loss = report.val_loss
         if self.last is not None:
             self._print(self.line())
+
+    def on_samples(self, report: SamplesReport) -> None:
+        """Each source, what stands beside it, and what the model says."""
+        for sample in report.samples:
+            for mark, text in (("<", sample.source), ("=", sample.target), (">", sample.text)):
+                self._print(f"  {mark} {' '.join(text.split())}")
 
     def on_end(self, outcome: Outcome) -> None:
         self._print(f"saved: {outcome.checkpoint}")

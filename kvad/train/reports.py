@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Callback", "EvalReport", "Outcome", "StartReport", "StepReport"]
+__all__ = ["Callback", "EvalReport", "Outcome", "Sample", "SamplesReport", "StartReport", "StepReport"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,23 @@ class EvalReport:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What a model makes of a held-out ``source``, and the ``target`` that stands beside it."""
+
+    source: str
+    target: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SamplesReport:
+    """With an evaluation, where the model answers sources."""
+
+    step: int
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """``reason``: the run is done, or Ctrl-C ended it early; either way ``checkpoint`` holds its last step."""
 
@@ -81,6 +98,8 @@ class Callback:
     def on_step(self, report: StepReport) -> None: ...
 
     def on_eval(self, report: EvalReport) -> None: ...
+
+    def on_samples(self, report: SamplesReport) -> None: ...
 
     def on_save(self, path: Path, step: int) -> None: ...
 

@@ -1,6 +1,7 @@
-"""Documents as token ids on disk: memory-mapped shards that are made once and read by position.
+"""Texts as token ids on disk: memory-mapped shards that are made once and read by position.
 
-The *stream* of a corpus is all its documents in order, each **opened by the separator**::
+The *stream* of a corpus is all its texts in order, each in the corpus's frame: of documents, each **opened by the
+separator**; of pairs (``pairs.py``), each source and then its target::
 
     <|endofdoc|> a a a <|endofdoc|> b b <|endofdoc|> c c c c
     0            1 2 3 4            5 6 7            8          offsets = 0, 4, 7, 12
@@ -8,7 +9,8 @@ The *stream* of a corpus is all its documents in order, each **opened by the sep
 A store is a folder: ``tokens-00000.bin`` and the like (uint16, or uint32 for a vocabulary that needs it;
 little-endian), ``offsets.bin`` (uint64 [documents + 1]) and ``manifest.json`` (counts, the tokenizer's fingerprint, the
 sources with their hashes).  It appears whole or not at all, and is used again as long as sources, tokenizer and
-settings are the same.  Invariant: ``tokens[offsets[d]]`` is the separator, for every document d.  No torch.
+settings are the same.  Invariant: text d is ``tokens[offsets[d] : offsets[d + 1]]``; of documents, its first token is
+the separator.  No torch.
 """
 
 from __future__ import annotations
@@ -17,24 +19,35 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvad.checkpoint.atomic import new_folder
-from kvad.errors import DataError
 from kvad.text.base import Tokenizer
-from kvad.train.corpus import Corpus
+from kvad.train.corpus import Framer, Source
 
-__all__ = ["TokenStore", "changed_sources", "open_store", "store_key"]
+__all__ = ["Texts", "TokenStore", "changed_sources", "open_store", "store_key"]
 
 MANIFEST, OFFSETS = "manifest.json", "offsets.bin"
 SHARD_TOKENS = 1 << 27
 BATCH_CHARS = 1 << 22  # documents encoded together
 
 Ints = npt.NDArray[np.int64]
-Progress = Callable[[int, int], None]  # (documents done, documents)
+
+
+class Texts(Protocol):
+    """What a store is made of: a :class:`~kvad.train.corpus.Corpus`, or one of pairs."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]: ...
+
+    def texts(self) -> Iterator[str]: ...
+
+    def settings(self) -> dict[str, Any]: ...
+
+    def framer(self, tokenizer: Tokenizer) -> Framer: ...
 
 
 class TokenStore:
@@ -69,11 +82,10 @@ class TokenStore:
 
 def open_store(
     folder: Path,
-    corpus: Corpus,
+    corpus: Texts,
     tokenizer: Tokenizer,
     *,
-    accept: Callable[[TokenStore], None] | None = None,
-    progress: Progress | None = None,
+    accept: Callable[[TokenStore], object] | None = None,
 ) -> tuple[TokenStore, bool]:
     """The corpus as tokens in ``folder``, and whether it was there already.
 
@@ -86,10 +98,9 @@ def open_store(
         if accept is not None:
             accept(store)
         return store, True
-    if tokenizer.specials.separator is None:
-        raise DataError("this tokenizer has no token that opens a document", "train one here, or give it <|endofdoc|>")
+    frame = corpus.framer(tokenizer)
     with new_folder(folder) as new:
-        counts = _write(new, _encoded(corpus, tokenizer, progress), _dtype(tokenizer.vocab_size))
+        counts = _write(new, _encoded(corpus, tokenizer, frame), _dtype(tokenizer.vocab_size))
         manifest = {"format": 1, "key": key, **counts, **settings}
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         if accept is not None:
@@ -97,12 +108,12 @@ def open_store(
     return TokenStore(folder, manifest), False
 
 
-def store_key(corpus: Corpus, tokenizer: Tokenizer) -> str:
+def store_key(corpus: Texts, tokenizer: Tokenizer) -> str:
     """sha256 (hex) of all that decides the tokens: the store's ``fingerprint``, known before it is made."""
     return hashlib.sha256(json.dumps(_settings(corpus, tokenizer), sort_keys=True).encode()).hexdigest()
 
 
-def changed_sources(folder: Path, corpus: Corpus) -> list[str]:
+def changed_sources(folder: Path, corpus: Texts) -> list[str]:
     """Names of files that were changed, added or removed since the store in ``folder`` was made."""
     try:
         before = {s["name"]: s["sha256"] for s in json.loads((folder / MANIFEST).read_bytes())["sources"]}
@@ -112,9 +123,8 @@ def changed_sources(folder: Path, corpus: Corpus) -> list[str]:
     return [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
 
 
-def _settings(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    sources = [{"name": s.name, "bytes": s.num_bytes, "sha256": s.sha256} for s in corpus.sources]
-    return {"tokenizer": tokenizer.fingerprint(), "errors": corpus.errors, "sources": sources}
+def _settings(corpus: Texts, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {"tokenizer": tokenizer.fingerprint(), **corpus.settings()}
 
 
 def _dtype(vocab: int) -> str:
@@ -135,21 +145,21 @@ def _usable(folder: Path, key: str) -> dict[str, Any] | None:
         return None
 
 
-def _encoded(corpus: Corpus, tokenizer: Tokenizer, progress: Progress | None) -> Iterator[list[int]]:
-    """Every document's ids, the separator first; documents are encoded many at a time."""
-    waiting: list[str] = []
-    done, num_chars, opening = 0, 0, [tokenizer.specials.separator or 0]
-    for number, text in enumerate(corpus.texts(), 1):
+def _encoded(corpus: Texts, tokenizer: Tokenizer, frame: Framer) -> Iterator[list[int]]:
+    """Every text's ids in its frame; texts are encoded many at a time."""
+    done, waiting, num_chars = 0, list[str](), 0
+    for text in corpus.texts():
         waiting.append(text)
         num_chars += len(text)
-        if num_chars >= BATCH_CHARS or number == len(corpus.sources):
-            for ids in tokenizer.encode_batch(waiting):
-                yield opening + ids
-            done += len(waiting)
-            waiting.clear()
-            num_chars = 0
-            if progress is not None:
-                progress(done, len(corpus.sources))
+        if num_chars >= BATCH_CHARS:
+            yield from _framed(tokenizer, waiting, frame, done)
+            done, waiting, num_chars = done + len(waiting), [], 0
+    yield from _framed(tokenizer, waiting, frame, done)
+
+
+def _framed(tokenizer: Tokenizer, texts: list[str], frame: Framer, first: int) -> Iterator[list[int]]:
+    for number, ids in enumerate(tokenizer.encode_batch(texts), first):
+        yield frame(number, ids)
 
 
 def _write(folder: Path, documents: Iterable[list[int]], dtype: str) -> dict[str, Any]:

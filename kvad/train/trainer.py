@@ -22,12 +22,12 @@ import torch
 from kvad.errors import NumericalError
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
-from kvad.train.config import DataConfig, TrainConfig
-from kvad.train.data import Batch, Order, Split, batch_of, evaluation_rows
+from kvad.train.config import TrainConfig
+from kvad.train.data import TrainingData
 from kvad.train.metrics import Speed
 from kvad.train.objective import Autocast, backward, loss_of, resolve_precision
 from kvad.train.optim import learning_rate
-from kvad.train.reports import Callback, EvalReport, Outcome, StartReport, StepReport
+from kvad.train.reports import Callback, EvalReport, Outcome, Sample, SamplesReport, StartReport, StepReport
 
 __all__ = ["State", "Trainer"]
 
@@ -47,23 +47,21 @@ class State:
 
 @dataclass
 class Trainer:
-    """``save`` writes a checkpoint of the given state and returns its folder; ``clock`` gives seconds."""
+    """``save`` writes a checkpoint of the given state and returns its folder; ``sample`` says what the model makes of a
+    few examples, after every evaluation; ``clock`` gives seconds."""
 
     model: Transformer
     optimizer: torch.optim.Optimizer
-    training: Split
-    validation: Split
-    data: DataConfig
+    data: TrainingData
     config: TrainConfig
     state: State
     save: Callable[[State], Path]
+    sample: Callable[[], tuple[Sample, ...]] | None = None
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         config = self.config
-        rows = config.batch * config.accumulate
-        self.order = Order(self.data.order, len(self.training), self.data.context, rows, config.seed)
         self.precision = resolve_precision(config.precision, config.device)
         self.autocast = Autocast(self.precision, config.device)
         self.memory = Fresh(self.model.config)
@@ -103,8 +101,7 @@ class Trainer:
         lr = learning_rate(config, state.step, state.elapsed)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        starts = self.order.starts(state.step).reshape(config.accumulate, config.batch)
-        batches = [batch_of(self.training, rows, self.data.context, config.device) for rows in starts]
+        batches = self.data.micro_batches(state.step)
         total = sum(len(batch.targets) for batch in batches)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -129,14 +126,11 @@ class Trainer:
     def _evaluate(self) -> None:
         self.model.eval()
         state = self.state
-        state.val_loss, tokens = loss_of(self.model, self._validation_batches(), self.memory, self.autocast)
+        state.val_loss, tokens = loss_of(self.model, self.data.evaluation(), self.memory, self.autocast)
         state.val_step, state.best = state.step, min(state.val_loss, math.inf if state.best is None else state.best)
         self._tell("on_eval", EvalReport(state.step, state.val_loss, tokens, state.best))
-
-    def _validation_batches(self) -> Iterator[Batch]:
-        config = self.config
-        for starts, length in evaluation_rows(self.validation, self.data.context, config.eval_tokens, config.batch):
-            yield batch_of(self.validation, starts, length, config.device)
+        if self.sample is not None:
+            self._tell("on_samples", SamplesReport(state.step, self.sample()))
 
     def _save(self) -> tuple[int, Path]:
         path = self.save(self.state)
@@ -154,9 +148,9 @@ class Trainer:
             steps=self.config.last_step,
             minutes=self.config.minutes,
             parameters=sum(p.numel() for p in self.parameters),
-            train_tokens=len(self.training),
-            validation_tokens=len(self.validation),
-            tokens_per_step=self.config.batch * self.config.accumulate * self.data.context,
+            train_tokens=self.data.train_tokens,
+            validation_tokens=self.data.validation_tokens,
+            tokens_per_step=self.data.tokens_per_step,
             precision=self.precision,
             device=self.config.device,
             threads=torch.get_num_threads(),

@@ -2,12 +2,12 @@
 
 import pytest
 
-from lab.models import CONFIGS, write_checkpoint
+from lab.models import CONFIGS, EVERY, write_checkpoint
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=EVERY)
 def config(request):
-    return CONFIGS[request.param]
+    return EVERY[request.param]
 
 
 @pytest.fixture

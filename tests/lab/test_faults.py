@@ -14,6 +14,7 @@ from kvad.config import (
     Alibi,
     Attention,
     DynamicScaling,
+    Embedding,
     Gated,
     Layer,
     LearnedPositions,
@@ -78,7 +79,7 @@ def named(name):
         norm_place="sandwich" if len(kinds) > 1 else "pre",
     )
     position = LearnedPositions(96) if name == "learned-mha" else None
-    return loud(ModelConfig(width=32, vocab=64, limit=96, decoder=stack, position=position))
+    return loud(ModelConfig(width=32, vocab=64, limit=96, decoder=stack, embed=Embedding(position)))
 
 
 def meaningless(fault, name):
@@ -278,9 +279,9 @@ configs = st.builds(
         layers=st.just(3),
         kinds=st.fixed_dictionaries({"L": layer, "G": layer}),
         pattern=st.sampled_from(["LLLG", "LG", "LLG"]),
-        norm_place=st.sampled_from(["pre", "post", "sandwich", "parallel"]),
+        norm_place=st.sampled_from(["pre", "post", "sandwich", "after", "normed", "parallel", "parallel_pair"]),
     ),
-    position=st.sampled_from([None, LearnedPositions(64), SinusoidalPositions()]),
+    embed=st.builds(Embedding, position=st.sampled_from([None, LearnedPositions(64), SinusoidalPositions()])),
 )
 
 

@@ -1,14 +1,18 @@
 """kvad inspect: what a checkpoint holds, read from headers; and the drawings of --attention."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvad.cache.weights import weight_shapes
+from kvad.checkpoint.imported import Imported
 from kvad.checkpoint.native import Training
 from kvad.cli.main import main
 from kvad.errors import CheckpointError
@@ -16,7 +20,9 @@ from kvad.lab import inspect as lab
 from kvad.lab.draw import AttentionMap
 from kvad.lab.headers import read_headers, stored_dtype
 from kvad.lab.inspect import Attention, outline, summarise
-from lab.models import CONFIGS, tiny, write_checkpoint
+from kvad.text.tokenizer import train_tokenizer
+from lab.models import CONFIGS, EVERY, tiny, write_checkpoint, write_foreign
+from tests.oracle import checkpoint as oracle
 
 ROOT = Path(__file__).parents[2]
 CONFIG = CONFIGS["pattern"]
@@ -144,7 +150,7 @@ def test_a_tensor_file_that_a_load_would_refuse_is_a_problem(checkpoint, tmp_pat
 def test_one_token_is_not_several(capsys, tmp_path):
     folder = write_checkpoint(tmp_path / "one", tiny(limit=1))
     _, out, _ = run(capsys, folder)
-    assert " rows of 1 token (" in out
+    assert " rows of 1 token, paged" in out
 
 
 def test_no_torch_is_loaded(checkpoint):
@@ -161,6 +167,92 @@ def test_outline_opens_objects():
     values = {"a": {"b": 1, "c": None, "d": {"e": "x"}}, "f": [], "g": [1, 2], "h": "y" * 100}
     assert [line.split()[0] for line in outline(values)] == ["a.b", "a.d.e", "g", "h"]
     assert outline(values)[-1].endswith("...")
+
+
+# ---------------------------------------------------------------- every topology, Hugging Face
+
+
+@pytest.mark.parametrize("name", ["pair t5", "pair of widths", "encoder", "encoder rows"])
+def test_of_every_topology(name, tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "run", EVERY[name])
+    code, out, err = run(capsys, folder)
+    assert (code, err) == (0, "") and "encoder.kinds.L.mixer.heads" in out and "embedding" in out
+    found = json.loads(run(capsys, folder, "--json")[1])
+    assert found["config"] == EVERY[name].to_dict() and found["problems"] == [] and found["origin"] is None
+    assert found["memory"]["bytes"]["weights"] == sum(tensor["bytes"] for tensor in found["tensors"])
+    if EVERY[name].kind == "encoder":
+        assert "8 texts of 64 tokens at once" in out and "none: an encoder keeps nothing" in out
+    else:
+        assert "8 rows of 64 tokens, 48 of source each" in out and "cross-attention, " in out
+
+
+CASES = [name for name in oracle.names("5") if name != "roformer-rotary-value"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_foreign_folder_has_no_problems(name, tmp_path):
+    """Names and shapes alone show that the file fits its config: no tensor's data is there to be read."""
+    found = summarise(write_foreign(tmp_path / "m", name))
+    assert found.problems == () and found.origin == Imported(found.path).origin
+    assert found.num_parameters == sum(math.prod(shape) for shape in weight_shapes(found.config).values())
+    assert {tensor.name for tensor in found.tensors} == set(oracle.load("5", name)[0]["tensors"])
+    assert found.plan.weights == 4 * found.num_parameters
+
+
+def test_the_page_of_a_foreign_folder(tmp_path, capsys):
+    folder = write_foreign(tmp_path / "m", "t5")
+    code, out, err = run(capsys, folder, "--tensors")
+    assert (code, err) == (0, "") and "Hugging Face's t5, " in out and "problem" not in out
+    assert "manifest: a Hugging Face folder has none" in out and "tokenizer: none" in out
+    assert re.search(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.k\.weight +float32", out)
+    found = json.loads(run(capsys, folder, "--json")[1])
+    assert found["origin"] == "t5" and found["manifest"] is None and {t["part"] for t in found["tensors"]} == {None}
+    code, _, err = run(capsys, folder, "--check")
+    assert code == 2 and "no manifest to check against" in err and "kvad doctor" in err
+
+
+def test_problems_of_a_foreign_folder_are_all_named(tmp_path, capsys):
+    folder = write_foreign(tmp_path / "m", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    gone, other = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight"
+    del tensors[gone]
+    tensors |= {other: torch.zeros(3, 48), "model.extra": torch.zeros(2), "model.norm.weight": torch.zeros(5)}
+    save_file(tensors, folder / "model.safetensors")
+    code, out, _ = run(capsys, folder)
+    assert code == 1 and out.count("problem: ") == 4
+    assert f"problem: {gone} is missing" in out and "problem: model.extra [2] is extra" in out
+    assert f"problem: {other} [3, 48] does not give decoder.layers.0.mixer.k.weight [" in out
+    assert "problem: model.norm.weight [5] does not give decoder.norm.weight [" in out
+
+
+def test_a_sharded_folder_is_one(tmp_path, capsys):
+    folder = write_foreign(tmp_path / "m", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    whole = summarise(folder)
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {f"model-0000{number}-of-00002.safetensors": names[number - 1 :: 2] for number in (1, 2)}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    places = {name: file for file, held in files.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    found = summarise(folder)
+    assert sorted(found.tensors) == sorted(whole.tensors) and found.plan == whole.plan and found.problems == ()
+    (folder / next(iter(files))).unlink()
+    code, _, err = run(capsys, folder)
+    assert code == 2 and "is missing" in err
+
+
+def test_a_foreign_folder_without_weights(tmp_path, capsys):
+    code, _, err = run(capsys, write_foreign(tmp_path / "m", "llama", weights=False))
+    assert code == 2 and "holds no weights" in err
+
+
+def test_a_tokenizer_that_does_not_fit_is_a_problem(tmp_path, capsys):
+    folder = write_foreign(tmp_path / "m", "llama")
+    train_tokenizer("byte", ["a"]).save(folder)
+    code, out, _ = run(capsys, folder)
+    assert code == 1 and "problem: " in out and "do they belong together" not in out and "tokenizer: none" in out
 
 
 # ---------------------------------------------------------------- headers that do not add up

@@ -3,9 +3,14 @@
 import pytest
 
 from kvad.cache.weights import num_parameters
+from kvad.checkpoint.families import find
+from kvad.checkpoint.hf import Fields
 from kvad.config import ModelConfig, mixers
 from kvad.errors import UsageError
 from kvad.lab.shapes import SHAPES, shape
+
+BART = {"layers": 6, "attention_heads": 12, "ffn_dim": 3072}
+MARIAN = {"layers": 6, "attention_heads": 8, "ffn_dim": 2048}
 
 # As published (model cards, safetensors indices); gpt3-175b and notes-example have no checkpoint.
 PUBLISHED = {
@@ -34,7 +39,81 @@ PUBLISHED = {
     "gemma-2-9b": 9_241_705_984,
     "smollm-135m": 134_515_008,
     "tinyllama-1.1b": 1_100_048_384,
+    "bert-base": 109_514_298,  # with the masked language model's head
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "bart-base": 139_420_416 + 50_265,  # final_logits_bias is a buffer there
+    "marian-base": 74_410_496 - 2 * 512 * 512 + 58_101,  # they count both tables of sinusoids, and not that bias
 }
+
+# Their config.json, as far as it decides the model.
+FILES = {
+    "bert-base": {
+        "model_type": "bert",
+        "architectures": ["BertForMaskedLM"],
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "intermediate_size": 3072,
+        "vocab_size": 30522,
+        "type_vocab_size": 2,
+        "max_position_embeddings": 512,
+        "layer_norm_eps": 1e-12,
+        "hidden_act": "gelu",
+    },
+    "t5-small": {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "d_model": 512,
+        "d_kv": 64,
+        "d_ff": 2048,
+        "num_layers": 6,
+        "num_heads": 8,
+        "vocab_size": 32128,
+        "n_positions": 512,
+        "relative_attention_num_buckets": 32,
+        "layer_norm_epsilon": 1e-6,
+    },
+    "t5-base": {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "d_model": 768,
+        "d_kv": 64,
+        "d_ff": 3072,
+        "num_layers": 12,
+        "num_heads": 12,
+        "vocab_size": 32128,
+        "n_positions": 512,
+        "relative_attention_num_buckets": 32,
+        "layer_norm_epsilon": 1e-6,
+    },
+    "bart-base": {
+        "model_type": "bart",
+        "architectures": ["BartModel"],
+        "d_model": 768,
+        "vocab_size": 50265,
+        **{f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in BART.items()},
+        "max_position_embeddings": 1024,
+        "activation_function": "gelu",
+        "scale_embedding": False,
+    },
+    "marian-base": {
+        "model_type": "marian",
+        "architectures": ["MarianMTModel"],
+        "d_model": 512,
+        "vocab_size": 58101,
+        **{f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in MARIAN.items()},
+        "max_position_embeddings": 512,
+        "activation_function": "swish",
+        "scale_embedding": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_shape_is_what_its_family_reads(name):
+    fields = Fields(FILES[name], "config.json")
+    assert find(fields.model_type).read(fields) == shape(name)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -43,11 +122,16 @@ def test_parameters_are_the_published_ones(name):
 
 
 def test_every_shape_is_held_against_something():
-    assert set(SHAPES) - set(PUBLISHED) == {"gpt3-175b", "notes-example"}
+    assert set(SHAPES) - set(PUBLISHED) == {"gpt3-175b", "notes-example", "transformer-base"}
 
 
 def test_gpt3_is_about_175_billion():
     assert num_parameters(shape("gpt3-175b")) == pytest.approx(175e9, rel=0.003)
+
+
+def test_the_base_transformer_is_about_65_million():
+    """Table 3 says 65; the vocabulary of "about 37000" is not known to the piece."""
+    assert num_parameters(shape("transformer-base")) == pytest.approx(65e6, rel=0.04)
 
 
 @pytest.mark.parametrize("name", SHAPES)

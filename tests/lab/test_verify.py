@@ -297,7 +297,7 @@ def test_a_flipped_byte_of_the_weights_is_named(checkpoint, capsys, tmp_path):
     assert said.out == "" and "model.safetensors" in said.err and "sha256" in said.err
 
 
-@pytest.mark.parametrize("where", ["kvad.lab.verify.verify", "kvad.checkpoint.native.load_model"])
+@pytest.mark.parametrize("where", ["kvad.lab.verify.verify", "kvad.checkpoint.open.load_model"])
 def test_ctrl_c_says_that_nothing_was_decided(checkpoint, capsys, monkeypatch, where):
     def interrupted(*_, **__):
         raise KeyboardInterrupt

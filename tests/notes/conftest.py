@@ -66,7 +66,9 @@ def build() -> Callable[..., Transformer]:
     ) -> Transformer:
         spec = cfg.Attention(**{"heads": 4, "kv_heads": 2, "head_dim": 8, "position": None, **mixer})
         stack = cfg.Stack(layers, {"L": cfg.Layer(spec, mlp, norm)}, norm_place=norm_place)
-        model = Transformer(cfg.ModelConfig(width, vocab, limit, stack, position=absolute, tie=tie)).double()
+        model = Transformer(
+            cfg.ModelConfig(width, vocab, limit, stack, embed=cfg.Embedding(absolute), tie=tie)
+        ).double()
         random = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             drawn = torch.randn(parameter.shape, generator=random, dtype=torch.float64)

@@ -49,7 +49,7 @@ def test_residual_gradient(build: Build, step_of: Callable[..., Step]) -> None:
         fed: Tensor = layer.mlp(layer.norm2(x + mixed))
         return mixed + fed
 
-    through = jacobian(lambda x: layer(x, view, encoding))
+    through = jacobian(lambda x: layer(x, view, None, encoding))
     torch.testing.assert_close(through, jacobian(branch) + torch.eye(72, dtype=torch.float64), rtol=0, atol=1e-12)
     assert float(torch.linalg.svdvals(through).min()) < 0.9  # so "at least 1" holds of the path, not of the sum
 
@@ -92,6 +92,6 @@ def test_pre_norm_and_post_norm(build: Build, step_of: Callable[..., Step]) -> N
         else:
             y = layer.norm1(x + layer.mixer(x, view, encoding))
             expected = layer.norm2(y + layer.mlp(y))
-        out[place] = layer(x, view, encoding)
+        out[place] = layer(x, view, None, encoding)
         torch.testing.assert_close(out[place], expected, rtol=0, atol=1e-12)
     assert float((out["pre"] - out["post"]).abs().max()) > 0.1

@@ -42,7 +42,7 @@ class Listener(Callback):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
-        self.stages, self.steps, self.evals, self.saves = [], [], [], []
+        self.stages, self.steps, self.evals, self.samples, self.saves = [], [], [], [], []
         self.start = self.outcome = None
 
     def on_stage(self, text):
@@ -56,6 +56,9 @@ class Listener(Callback):
 
     def on_eval(self, report):
         self.evals.append(report)
+
+    def on_samples(self, report):
+        self.samples.append(report)
 
     def on_save(self, path, step):
         self.saves.append((path.name, step))

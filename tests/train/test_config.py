@@ -1,11 +1,14 @@
 """Run files: every key is applied or refused by name."""
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from kvad.config import Gated, LearnedPositions, Plain, Rope
+from kvad.config import Embedding, Gated, LearnedPositions, Norm, Plain, Rope, SinusoidalPositions
 from kvad.errors import ConfigError
+from kvad.model.transformer import Transformer
 from kvad.train.config import DataConfig, RunConfig, TrainConfig, differences, parse_assignments
 from kvad.train.presets import PRESETS
 
@@ -18,9 +21,9 @@ def run(**tables):
 
 def test_the_recipe_with_gpt2s_learned_positions_is_one_flag_away():
     table = RunConfig.load(ROOT / "runs" / "shakespeare-char-cpu.toml").to_dict()
-    table["model"]["set"] = {"position": {"kind": "learned", "size": 64}, "decoder.kinds.L.mixer.position": None}
+    table["model"]["set"] = {"embed.position": {"kind": "learned", "size": 64}, "decoder.kinds.L.mixer.position": None}
     model = RunConfig.from_dict(table).resolve(66)
-    assert model.position == LearnedPositions(64) and model.decoder.layer(0).mixer.position is None
+    assert model.embed.position == LearnedPositions(64) and model.decoder.layer(0).mixer.position is None
 
 
 def test_an_empty_run_file_is_the_defaults():
@@ -44,6 +47,46 @@ def test_a_preset_and_what_differs_from_it(name):
     assert other.decoder.layer(0).mlp == plain.decoder.layer(0).mlp
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "count"),
+    [("transformer-base", (6, 6, 512, 8, 2048), 63_082_496), ("transformer-tiny", (2, 2, 128, 4, 512), 5_661_696)],
+)
+def test_the_original_transformer(name, shape, count):
+    """Vaswani et al. 2017, table 3, "base": 65 million with a vocabulary of "about 37000"."""
+    model = run(model={"preset": name}).resolve(37_000)
+    here, there = model.decoder.layer(0), model.encoder.layer(0)
+    assert (model.encoder.layers, model.decoder.layers, model.width, here.mixer.heads, here.mlp.hidden) == shape
+    assert model.source.vocab is None and model.tie, "one table for source, target and output"
+    for layer in (here, there):
+        assert layer.norm == Norm("layer", eps=1e-6, bias=True) and layer.mlp == Plain(shape[-1], "relu", bias=True)
+    assert (here.mixer.causal, here.cross.causal, there.mixer.causal, there.cross) == (True, False, False, None)
+    for stack in (model.encoder, model.decoder):
+        assert stack.norm_place == "post" and not stack.final_norm
+    for embed in (model.embed, model.source.embed):
+        assert embed == Embedding(SinusoidalPositions(form="interleaved"), scale=math.sqrt(model.width))
+    assert (model.limit, model.source.limit) == (256, 256)
+    width, layers, hidden = model.width, model.decoder.layers, here.mlp.hidden
+    attention, mlp, norm = 4 * (width + 1) * width, (2 * width + 1) * hidden + width, 2 * width
+    assert 37_000 * width + layers * (3 * attention + 2 * mlp + 5 * norm) == count
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in Transformer(model).parameters()) == count
+
+
+def test_the_multi30k_recipe_is_the_original_transformer_in_small():
+    config = RunConfig.load(ROOT / "runs" / "multi30k-de-en-cpu.toml")
+    model = config.resolve(8000)
+    assert (model.kind, model.width, model.encoder.layers, model.decoder.layers) == ("encoder-decoder", 256, 3, 3)
+    assert model.embed.scale == model.source.embed.scale == math.sqrt(model.width)
+    assert (config.data.context, config.train.beta2, config.train.eps) == (128, 0.98, 1e-9)
+
+
+def test_a_sources_limit_follows_the_context():
+    table = {"preset": "transformer-tiny", "set": {"source.limit": 64}}
+    with pytest.raises(ConfigError, match=r"model.source.limit: 64 is below 256, data.context"):
+        run(model=table).resolve(300)
+    assert run(model=table, data={"context": 32}).resolve(300).source.limit == 64
+
+
 def test_another_kind_of_part_replaces_the_presets_whole():
     table = {"preset": "tiny", "decoder": {"kinds": {"L": {"mlp": {"kind": "plain", "hidden": 64}}}}}
     assert run(model=table).resolve(300).decoder.layer(0).mlp == Plain(64)
@@ -56,7 +99,9 @@ def test_the_shakespeare_recipe_is_the_published_one():
     model, train = config.resolve(66), config.train
     layer = model.decoder.layer(3)
     assert (model.decoder.layers, layer.mixer.heads, model.width, layer.mlp) == (4, 4, 128, Plain(512, "gelu"))
-    assert model.position is None and isinstance(layer.mixer.position, Rope), "the one thing that is not nanoGPT's"
+    assert model.embed.position is None and isinstance(layer.mixer.position, Rope), (
+        "the one thing that is not nanoGPT's"
+    )
     assert layer.norm.kind == "layer" and not layer.norm.bias and not layer.mixer.bias and model.tie
     assert (config.data.context, train.batch, train.accumulate, train.steps) == (64, 12, 1, 2000)
     assert (train.lr, train.min_lr, train.warmup) == (1e-3, 1e-4, 100)

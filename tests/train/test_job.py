@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from kvad.checkpoint.folder import steps_of
-from kvad.checkpoint.native import load, load_model
+from kvad.checkpoint.native import load
+from kvad.checkpoint.open import load_model
 from kvad.errors import CheckpointError, ConfigError, DataError, NumericalError, SaveError, UsageError
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train import trainer as trainer_module

@@ -43,7 +43,10 @@ def kept_bytes(model, precision):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor), Autocast(precision, "cpu")():
-        model(packed(model.config, ROWS, CONTEXT), Fresh(model.config))
+        step = packed(model.config, ROWS, CONTEXT)
+        if model.config.source is not None:
+            step = step._replace(source=packed(model.config, ROWS, CONTEXT))
+        model(step, Fresh(model.config))
     return sum(storage.nbytes() for storage in held.values())
 
 
@@ -66,6 +69,16 @@ def test_the_estimate_of_a_preset_is_near_it_too(precision):
     copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
     kept = kept_bytes(model, precision) - copies
     assert kept / 1.25 <= activations(config, half) <= 1.1 * kept
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_estimate_of_an_encoder_decoder_is_near_it_too(precision):
+    config, half = PRESETS["transformer-tiny"](256, CONTEXT), precision == "bf16"
+    model = Transformer(config)
+    copies = 2 * sum(p.numel() for p in model.parameters()) if half else 0
+    kept = kept_bytes(model, precision) - copies
+    estimate = activations(config, half) - 32 * ROWS * CONTEXT  # the sources' rows
+    assert kept / 1.25 <= estimate <= 1.1 * kept, (kept, estimate)
 
 
 def test_state_rows_and_copies_are_counted():

@@ -1,0 +1,186 @@
+"""Encoders and encoder-decoders against transformers, on the same random weights, alternating, medians.
+
+    python bench/topologies.py encoder                 BERT-base shape, 32 rows of 128 tokens
+    python bench/topologies.py translate --beams 4     Marian shape (6 + 6 x 512), 32 sources of 24 tokens, 32 new ones
+
+One JSON line per run: seconds of each side, the medians, their ratio, machine.  Needs the extra ``oracle``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvad.cache.sizing import CacheConfig
+from kvad.checkpoint.open import load_model
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
+from kvad.lab.bench import machine
+from kvad.lab.replay import uncached
+
+
+def alternate(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each side, run by turns after one warm-up each."""
+    for run in sides.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(repeats):
+        for name, run in sides.items():
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def report(what: str, seconds: dict[str, list[float]], work: int, unit: str, **more: Any) -> None:
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    rates = {name: round(work / median, 1) for name, median in medians.items()}
+    line = {"bench": what, "seconds": seconds, f"{unit}_per_second": rates, **more, "machine": machine()}
+    if "transformers" in medians:
+        line["ratio"] = round(medians["transformers"] / medians["kvad"], 3)
+    print(json.dumps(line))
+
+
+def run_engine(engine: Engine) -> None:
+    while not engine.idle:
+        for piece in engine.step():
+            assert piece.error is None, piece.error
+
+
+def encoder(folder: Path, repeats: int, rows: int, length: int) -> None:
+    from transformers import BertConfig, BertForMaskedLM, BertModel
+
+    BertForMaskedLM(BertConfig()).save_pretrained(folder)
+    theirs = BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    model, _ = load_model(folder)
+    engine = Engine(model, CacheConfig(capacity=512, rows=rows), budget=rows * length)
+    ids = torch.randint(1000, 30000, (rows, length), generator=torch.Generator().manual_seed(0))
+
+    def ours() -> None:
+        for row in ids.tolist():
+            engine.submit_source(row, "mean")
+        run_engine(engine)
+
+    @torch.inference_mode()
+    def transformers() -> None:
+        theirs(ids).last_hidden_state.mean(dim=1)
+
+    seconds = alternate({"kvad": ours, "transformers": transformers}, repeats)
+    report("encoder", seconds, rows * length, "tokens", rows=rows, length=length)
+
+
+def translate(folder: Path, repeats: int, rows: int, length: int, beams: int, new: int) -> None:
+    from transformers import GenerationConfig, MarianConfig, MarianMTModel
+
+    config = MarianConfig(
+        vocab_size=32001, d_model=512, encoder_layers=6, decoder_layers=6, encoder_ffn_dim=2048, decoder_ffn_dim=2048,
+        encoder_attention_heads=8, decoder_attention_heads=8, pad_token_id=32000, decoder_start_token_id=32000,
+        eos_token_id=0, forced_eos_token_id=None, activation_function="swish", scale_embedding=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    MarianMTModel(config).save_pretrained(folder)
+    theirs = MarianMTModel.from_pretrained(folder).eval()
+    theirs.generation_config = GenerationConfig(
+        decoder_start_token_id=32000, pad_token_id=32000, num_beams=beams, max_new_tokens=new, min_new_tokens=new,
+        eos_token_id=0, do_sample=False,
+    )  # fmt: skip
+    model, _ = load_model(folder)
+    seats = rows * beams
+    cache = CacheConfig(capacity=new + 1, rows=seats, source_capacity=length)
+    engine = Engine(model, cache, budget=max(2048, seats))
+    ids = torch.randint(5, 31000, (rows, length), generator=torch.Generator().manual_seed(0))
+    sampling = Sampling(temperature=0, max_tokens=new, min_tokens=new, beams=beams, stop_tokens=(0,))
+
+    def ours() -> None:
+        for row in ids.tolist():
+            engine.submit([32000], sampling, source=row)
+        run_engine(engine)
+        engine.ledger.drop_prefixes()
+
+    def transformers() -> None:
+        theirs.generate(ids, attention_mask=torch.ones_like(ids))
+
+    def without_cache() -> None:
+        target = [32000]
+        source = ids[0].tolist()
+        with torch.inference_mode():
+            for _ in range(new):
+                target.append(int(uncached(model, target, source=source)[-1].argmax()))
+
+    seconds = alternate({"kvad": ours, "transformers": transformers}, repeats)
+    report("translate", seconds, rows * new, "tokens", rows=rows, length=length, beams=beams, new=new)
+    if beams == 1:
+        alone = alternate(
+            {"cached": lambda: one(engine, ids[0].tolist(), sampling), "recomputed": without_cache}, repeats
+        )
+        report("translate one row", alone, new, "tokens", length=length, new=new)
+
+
+def one(engine: Engine, source: list[int], sampling: Sampling) -> None:
+    engine.submit([32000], sampling, source=source)
+    run_engine(engine)
+    engine.ledger.drop_prefixes()
+
+
+def load(folder: Path, repeats: int) -> None:
+    """Each load in a process of its own would start cold; here the file is in the page cache, as the bar says."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+        num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+    files = sorted(folder.glob("*.safetensors"))
+    size = sum(path.stat().st_size for path in files)
+
+    def read() -> None:
+        for path in files:
+            with path.open("rb", buffering=0) as file:
+                while file.read(1 << 24):
+                    pass
+
+    def ours() -> None:
+        model, _ = load_model(folder)
+        engine = Engine(model, CacheConfig(capacity=64, rows=1, dtype="bfloat16"))
+        engine.submit([1, 2, 3], Sampling(max_tokens=1, temperature=0))
+        run_engine(engine)
+        engine.close()
+
+    seconds = alternate({"kvad": ours, "read": read}, repeats)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    report("load", seconds, size, "bytes", bytes=size, peak_resident_of_the_whole_bench=peak)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("encoder", "translate", "load"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--length", type=int, default=None, help="tokens of a text [128, translate: 24]")
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--beams", type=int, default=1)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if args.what == "encoder":
+            encoder(folder, args.repeats, args.rows, args.length or 128)
+        elif args.what == "translate":
+            translate(folder, args.repeats, args.rows, args.length or 24, args.beams, args.new)
+        else:
+            load(folder, args.repeats)
+
+
+if __name__ == "__main__":
+    main()

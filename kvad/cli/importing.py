@@ -1,0 +1,234 @@
+"""``kvad import`` and ``kvad export``: from a Hugging Face folder to kvad's own, and back.
+
+What is written appears whole or not at all (``checkpoint/atomic.py``), also after Ctrl-C.  No torch until it begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvad.cli.common import console, emit_json, format_bytes, json_option, model_argument
+from kvad.cli.running import DTYPES
+from kvad.errors import UsageError, counted
+
+if TYPE_CHECKING:
+    from kvad.checkpoint.imported import Imported
+
+__all__ = ["export_command", "import_command"]
+
+TOKENS = 1000  # whose cache the plan tells
+
+
+@click.command("import")
+@click.argument("source", metavar="HF_DIR_OR_NAME")
+@click.argument("out", metavar="[OUT]", required=False, type=click.Path(path_type=Path))
+@click.option("--dtype", type=click.Choice(DTYPES), help="What to store [default: as it is stored].")
+@click.option("--revision", help="Of the hub: a branch, a tag or a commit [default: main].")
+@click.option("--offline", is_flag=True, help="Take it from the hub's cache on this machine, or not at all.")
+@click.option("--token", help="Of the hub [default: HF_TOKEN, or that of hf auth login].")
+@click.option("--overwrite", is_flag=True, help="Let a checkpoint that OUT holds give way.")
+@json_option
+def import_command(
+    source: str,
+    out: Path | None,
+    dtype: str | None,
+    revision: str | None,
+    offline: bool,
+    token: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Make kvad's own checkpoint of a Hugging Face model: a folder, or a name on the hub.
+
+    OUT is ./NAME of a model on the hub; of a folder without OUT, what would be written is said and nothing is.  Every
+    command also takes the model as it is; an import is a folder of your own, in your dtype, with sha256 sums.
+
+    \b
+    kvad import HuggingFaceTB/SmolLM2-135M
+    kvad import Helsinki-NLP/opus-mt-de-en runs/opus --dtype bfloat16
+    kvad import ~/models/llama-3.2-1b
+    """
+    from kvad.checkpoint.export import import_hf
+    from kvad.checkpoint.hub import resolve
+    from kvad.checkpoint.imported import Imported
+    from kvad.checkpoint.native import DTYPES as TORCH
+    from kvad.checkpoint.open import open_checkpoint
+
+    out = _default_out(source) if out is None else out
+    if out is not None:
+        _check_out(out, None, overwrite)
+    folder = resolve(source, revision=revision, token=token, offline=True if offline else None)
+    opened = open_checkpoint(folder)
+    if not isinstance(opened, Imported):
+        raise UsageError(f"{source} is kvad's own checkpoint already", "every command takes it as it is")
+    if out is not None:
+        _check_out(out, folder, overwrite)
+    plan = _plan(opened, dtype)
+    if not as_json:
+        click.echo("\n".join(_page(source, plan)))
+    if out is not None:
+        with _bar(counted(plan.tensors, "tensor"), plan.bytes) as progress:
+            import_hf(opened, out, dtype=None if dtype is None else TORCH[dtype], progress=progress)
+    if as_json:
+        emit_json({"source": source, "out": out, **dataclasses.asdict(plan)})
+    elif out is not None:
+        click.echo(f"written: {out}\nnext:  kvad doctor {out}")
+    else:
+        name = Path(source).expanduser().resolve().name
+        click.echo(f"nothing is written yet: name a folder for it, as in  kvad import {source} runs/{name}")
+
+
+@click.command("export")
+@model_argument
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--format", "form", type=click.Choice(["hf"]), default="hf", show_default=True, help="Hugging Face's.")
+@click.option("--family", metavar="TYPE", help="Its model_type, as llama [default: where it came from, or the first].")
+@click.option("--dtype", type=click.Choice(DTYPES), help="What to store [default: as it is stored].")
+@click.option("--overwrite", is_flag=True, help="Let a checkpoint that OUT holds give way.")
+@json_option
+def export_command(
+    model: Path, out: Path, form: str, family: str | None, dtype: str | None, overwrite: bool, as_json: bool
+) -> None:
+    """Make a Hugging Face folder of a checkpoint, that transformers and what builds on it can load.
+
+    The class that reads it is printed.  A model that no class of theirs can express is refused by what it has.
+
+    \b
+    kvad export runs/demo demo-hf --format hf
+    kvad export runs/demo demo-hf --family llama --dtype bfloat16 --overwrite
+    """
+    from kvad.checkpoint.export import export_hf
+    from kvad.checkpoint.native import DTYPES as TORCH
+    from kvad.checkpoint.open import open_checkpoint
+
+    _check_out(out, None, overwrite)
+    opened = open_checkpoint(model)
+    _check_out(out, opened.path, overwrite)
+    reader = export_hf(opened, out, family=family, dtype=None if dtype is None else TORCH[dtype])
+    if as_json:
+        emit_json({"model": model, "out": out, "format": form, "class": reader})
+    else:
+        click.echo(f"written: {out}\nread by: transformers.{reader}.from_pretrained({str(out)!r})")
+
+
+def _default_out(source: str) -> Path | None:
+    """./NAME of a name on the hub; None of what is, or looks like, a path."""
+    if source.startswith((".", "/", "~")) or Path(source).is_dir():
+        return None
+    return Path(source.removeprefix("hf://").partition("@")[0].rpartition("/")[2])
+
+
+def _check_out(out: Path, source: Path | None, overwrite: bool) -> None:
+    """What stands at ``out`` gives way only if it was asked to, and is a checkpoint, and not the source."""
+    if out.name in ("", "..") or out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise UsageError(f"{out} is no name for a new folder", "name one that is not there yet")
+    if source is not None and source.resolve().is_relative_to(out.resolve()):
+        raise UsageError(f"{out} holds the model that would be read", "name another folder")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not (out / "config.json").is_file():
+        raise UsageError(f"{out} exists and is no checkpoint", "name another folder: this one is not overwritten")
+    if not overwrite:
+        raise UsageError(f"{out} exists", "--overwrite lets it give way, when the new one is whole")
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """``bytes``: of the tensors as they will be stored; ``cache``: of ``cache_tokens`` tokens of one row, in what it
+    would compute in (of an encoder-decoder: of as many tokens of its target, ``source_cache`` of its source)."""
+
+    architecture: str
+    origin: str
+    kind: str
+    parameters: int
+    tensors: int
+    stored: str
+    dtype: str
+    bytes: int
+    cache_dtype: str
+    cache_tokens: int
+    cache: int
+    source_tokens: int
+    source_cache: int
+    tokenizer: str | None
+
+
+def _plan(opened: Imported, dtype: str | None) -> _Plan:
+    from kvad.cache.planning import plan_memory
+    from kvad.cache.sizing import CacheConfig
+    from kvad.cache.weights import num_parameters, weight_bytes, weight_shapes
+
+    config, stored = opened.config, str(opened.stored).removeprefix("torch.")
+    chosen = dtype or stored
+    if chosen not in DTYPES:
+        raise UsageError(f"its weights are stored as {chosen}, which kvad does not compute in", "say --dtype bfloat16")
+    computed = "float32" if chosen == "float16" else chosen
+    source, tokenizer = config.source, opened.tokenizer
+    tokens = min(TOKENS, config.limit)
+    sourced = 0 if source is None else min(TOKENS, source.limit)
+    cache = CacheConfig(rows=1, capacity=tokens, block_size=1, dtype=computed, source_capacity=sourced)
+    groups = plan_memory(config, cache, weights_dtype=computed).groups
+    sizes = [(group.group.mixer.cross, group.row_payload + group.row_columns) for group in groups]
+    return _Plan(
+        architecture=opened.fields.architecture,
+        origin=opened.origin,
+        kind=config.kind,
+        parameters=num_parameters(config),
+        tensors=len(weight_shapes(config)),
+        stored=stored,
+        dtype=chosen,
+        bytes=weight_bytes(config, chosen),
+        cache_dtype=computed,
+        cache_tokens=tokens,
+        cache=sum(size for cross, size in sizes if not cross),
+        source_tokens=sourced,
+        source_cache=sum(size for cross, size in sizes if cross),
+        tokenizer=None if tokenizer is None else f"{tokenizer.kind}, {counted(tokenizer.vocab_size, 'id')}",
+    )
+
+
+def _page(source: str, plan: _Plan) -> list[str]:
+    name = plan.architecture or "no class named"
+    kept = plan.dtype if plan.dtype == plan.stored else f"{plan.dtype}, from {plan.stored}"
+    cache = [f"{format_bytes(plan.cache)} per {counted(plan.cache_tokens, 'token')}"] if plan.cache else []
+    if plan.source_cache:
+        cache.append(f"{format_bytes(plan.source_cache)} per {counted(plan.source_tokens, 'token')} of the source")
+    told = f"{' and '.join(cache)}, in {plan.cache_dtype}" if cache else "none: it reads each text whole"
+    return [
+        f"model       {source}: {name} ({plan.origin}), {'an' if plan.kind[0] in 'aeiou' else 'a'} {plan.kind}",
+        f"parameters  {plan.parameters:,} in {counted(plan.tensors, 'tensor')}",
+        f"weights     {format_bytes(plan.bytes)} in {kept}",
+        f"cache       {told}",
+        f"tokenizer   {plan.tokenizer or 'none: prompts can only be token ids'}",
+    ]
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[str, int], None] | None]:
+    """A function of a tensor's name and bytes that moves a bar on stderr; None where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (BarColumn(bar_width=24), DownloadColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=console(), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task(what, total=total)
+
+        def told(name: str, num_bytes: int) -> None:
+            bar.update(task, advance=num_bytes, description=name)
+            if bar.tasks[0].completed >= total:  # every tensor is there: what is left is the disk's
+                bar.update(task, total=None, description=f"writing {format_bytes(total)}")
+
+        yield told

@@ -1,0 +1,174 @@
+"""``kvad render MODEL``: the exact prompt that a chat would send, and the tokens that it becomes.  No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvad.cli.common import emit_json, json_option, model_argument
+from kvad.cli.running import read_stdin
+from kvad.errors import DataError, UsageError, counted
+
+if TYPE_CHECKING:
+    from kvad.text.tokenizer import Tokenizer
+
+__all__ = ["render"]
+
+
+@click.command()
+@model_argument
+@click.option("-m", "--message", "given", multiple=True, metavar="ROLE=TEXT", help="A message; may be repeated.")
+@click.option("-f", "--file", metavar="FILE", help="Messages, as JSON or JSON lines; `-` is standard input.")
+@click.option("--tools", "tools_file", metavar="FILE", help="A JSON list of tool schemas.")
+@click.option("--no-generation-prompt", is_flag=True, help="Do not open the assistant's turn at the end.")
+@click.option("--continue-final", is_flag=True, help="End within the last message, for the model to go on.")
+@click.option("--name", help="Which of the model's templates [default: default, or tool_use with --tools].")
+@click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", help="A variable of the template; may be repeated."
+)
+@click.option("--tokens", is_flag=True, help="Show the tokens of the prompt, not its text.")
+@json_option
+def render(
+    model: Path,
+    given: tuple[str, ...],
+    file: str | None,
+    tools_file: str | None,
+    no_generation_prompt: bool,
+    continue_final: bool,
+    name: str | None,
+    settings: tuple[str, ...],
+    tokens: bool,
+    as_json: bool,
+) -> None:
+    """Show the prompt that MODEL's chat template makes of messages: those of a file, then those of --message.
+
+    \b
+    kvad render MODEL -m system="Be brief." -m user=Hi
+    kvad render MODEL --file messages.json --tools tools.json --tokens
+    kvad render MODEL -m user=Hi --set enable_thinking=false
+    kvad render MODEL -f talk.jsonl --no-generation-prompt --json | jq .spans
+    """
+    from kvad.checkpoint.folder import is_run, locate
+    from kvad.errors import ChatTemplateError
+    from kvad.text.chat import ChatTemplate
+    from kvad.text.tokenizer import load_tokenizer
+
+    folder = locate(model) if is_run(model) else model
+    messages, tools = _conversation(file) if file is not None else ([], None)
+    messages = [*messages, *map(_message, given)]
+    if not messages:
+        raise click.UsageError("there is no message: give --message user=TEXT, or --file.")
+    if tools_file is not None:
+        tools = _parse(_read(tools_file, "--tools"), tools_file)
+    template = ChatTemplate.load(folder, name=name)
+    if template is None:
+        raise ChatTemplateError(f"{folder} has no chat template", "it would be its chat_template.jinja")
+    rendered = template.render(
+        messages,
+        tools=tools,
+        generation_prompt=not no_generation_prompt and not continue_final,
+        continue_final=continue_final,
+        variables=dict(map(_setting, settings)),
+    )
+    tokenizer = load_tokenizer(folder) if tokens else None
+    ids = tokenizer.encode(rendered.text, specials=True) if tokenizer is not None else []
+    if as_json:
+        chosen = {"template": template.choose(tools=tools is not None), "text": rendered.text, "spans": rendered.marks}
+        emit_json(chosen | (_as_json(tokenizer, ids) if tokenizer is not None else {}))
+    elif tokenizer is not None:
+        _table(tokenizer, ids)
+    else:
+        click.echo(rendered.text, nl=sys.stdout.isatty())  # into a file or a pipe: the prompt and not a byte more
+
+
+def _message(text: str) -> dict[str, Any]:
+    role, equals, content = text.partition("=")
+    if not equals or not role:
+        raise UsageError(f"--message {text!r} is not ROLE=TEXT", "write it like user=Hi")
+    return {"role": role, "content": content}
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """``enable_thinking=false``: JSON, or else text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise UsageError(f"--set {text!r} is not NAME=VALUE", "write it like enable_thinking=false")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+# ---------------------------------------------------------------- files
+
+
+def _read(file: str, option: str) -> str:
+    if file == "-":
+        return read_stdin()
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option}: cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{option}: {file} is not UTF-8 at byte {error.start}") from None
+
+
+def _parse(text: str, file: str, line: int = 0) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = f"line {line or error.lineno}, column {error.colno}"
+        raise DataError(f"{file} is not JSON: {where}: {error.msg}") from None
+
+
+def _conversation(file: str) -> tuple[list[Any], Any]:
+    """Messages and tools of a JSON list of messages, of an object with both, or of JSON lines, one message each."""
+    text = _read(file, "--file")
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if len(lines) > 1 and _is_json(lines[0][1]):
+        content: Any = [_parse(line, file, number) for number, line in lines]
+    else:
+        content = _parse(text, file)
+    if isinstance(content, dict) and "messages" in content:
+        content, tools = content["messages"], content.get("tools")
+    else:
+        content, tools = [content] if isinstance(content, dict) else content, None
+    if not isinstance(content, list):
+        raise DataError(f"{file} holds no messages", 'a JSON list of {"role": ..., "content": ...}')
+    if content and all(isinstance(one, dict) and "messages" in one for one in content):
+        raise DataError(f"{file} holds {counted(len(content), 'conversation')}", "render takes one at a time")
+    return content, tools
+
+
+def _is_json(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+# ---------------------------------------------------------------- tokens
+
+
+def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Special tokens by their names."""
+    names = {token: name for name, token in tokenizer.specials.names().items()}
+    return [names[token] if token in names else tokenizer.token_text(token) for token in ids]
+
+
+def _table(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+    special = set(tokenizer.specials.names().values())
+    click.echo(f"{'place':>6} {'id':>7}  piece")
+    for place, (token, piece) in enumerate(zip(ids, _pieces(tokenizer, ids), strict=True)):
+        click.echo(f"{place:>6} {token:>7} {'*' if token in special else ' '}{piece}")
+    marked = sum(token in special for token in ids)
+    click.echo(f"{counted(len(ids), 'token')}, {marked} of them special (*)")
+
+
+def _as_json(tokenizer: Tokenizer, ids: Sequence[int]) -> dict[str, Any]:
+    return {"ids": list(ids), "pieces": _pieces(tokenizer, ids), "num_tokens": len(ids)}

@@ -1,0 +1,212 @@
+"""Pairs of texts, source and target, from files of lines: what an encoder-decoder is trained on.
+
+Two forms, both UTF-8, one pair per line: a TSV file (``source<TAB>target``, exactly one tab), or two parallel files
+whose line n belong together.  A pair with an empty side is left out and counted; lines that cannot be pairs are refused
+by number.  As tokens, side by side in a store::
+
+    pair i    source  x1 .. xm EOS      tokens[offsets[2 i] : offsets[2 i + 1]]
+              target  BOS t1 .. tn EOS  tokens[offsets[2 i + 1] : offsets[2 i + 2]]
+
+A source has the tokenizer's frame and then ``Generation.ended``, exactly as the engine will read it.  No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from kvad.checkpoint.generation import Generation
+from kvad.errors import DataError, counted
+from kvad.text.base import Tokenizer
+from kvad.train.corpus import PROBE_BYTES, Framer, Source
+
+__all__ = ["ROLES", "PairCorpus", "PairPaths", "generation_of", "open_pairs"]
+
+ROLES = ("bos", "eos", "pad", "unk")  # special tokens of a tokenizer that is trained on pairs
+
+
+@dataclass(frozen=True)
+class PairPaths:
+    """Where pairs lie: each item is one TSV file, or a source's and a target's file.  ``held``: for validation only."""
+
+    files: tuple[tuple[Path, ...], ...]
+    held: tuple[tuple[Path, ...], ...] = ()
+
+    def to_dict(self) -> dict[str, list[list[str]]]:
+        def spelled(items: tuple[tuple[Path, ...], ...]) -> list[list[str]]:
+            return [[str(path.resolve()) for path in item] for item in items]
+
+        return {"files": spelled(self.files), "held": spelled(self.held)}
+
+    @staticmethod
+    def from_dict(content: Mapping[str, Sequence[Sequence[str]]]) -> PairPaths:
+        """Raises KeyError and TypeError for what :meth:`to_dict` did not write."""
+
+        def read(items: Sequence[Sequence[str]]) -> tuple[tuple[Path, ...], ...]:
+            return tuple(tuple(Path(name) for name in item) for item in items)
+
+        return PairPaths(read(content["files"]), read(content["held"]))
+
+
+@dataclass(frozen=True)
+class PairCorpus:
+    """Pairs that have been looked at: ``num_pairs`` in all, the last ``num_held`` of them from files held out.
+
+    ``skipped``: pairs with an empty side, which are none of them.
+    """
+
+    files: tuple[tuple[Source, ...], ...]
+    num_pairs: int
+    num_held: int
+    skipped: int
+    errors: str
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(source for item in self.files for source in item)
+
+    def texts(self) -> Iterator[str]:
+        """Source, target, source, target, ...; may be called again.  Raises DataError naming file and line."""
+        for item in self.files:
+            for pair in _pairs([source.path for source in item], self.errors):
+                if not _has_empty_side(pair):
+                    yield from pair
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the texts, and how they are framed."""
+        pairs = {"files": [len(item) for item in self.files], "held": self.num_held}
+        return {"errors": self.errors, "sources": [source.entry() for source in self.sources], "pairs": pairs}
+
+    def framer(self, tokenizer: Tokenizer) -> Framer:
+        """Raises DataError for a tokenizer without BOS or EOS."""
+        said = generation_of(tokenizer)
+        bos, eos = said.start, said.stops[0]
+        assert bos is not None
+
+        def frame(number: int, ids: list[int]) -> list[int]:
+            return [bos, *ids, eos] if number % 2 else said.ended(tokenizer.frame(ids))
+
+        return frame
+
+    def told(self) -> str:
+        """One line about it."""
+        num_bytes = sum(source.num_bytes for source in self.sources)
+        held = f", {self.num_held:,} of them for validation" if self.num_held else ""
+        skipped = f"; {counted(self.skipped, 'pair')} with an empty side left out" if self.skipped else ""
+        files = counted(len(self.sources), "file")
+        return f"corpus: {counted(self.num_pairs, 'pair')} in {files}, {num_bytes / 1e6:,.1f} MB{held}{skipped}"
+
+
+def generation_of(tokenizer: Tokenizer) -> Generation:
+    """What a model trained on pairs says about generating: a target is opened by BOS, and EOS ends both sides; greedy.
+
+    Raises DataError for a tokenizer that cannot say it.
+    """
+    specials = tokenizer.specials
+    if tokenizer.source is not None:
+        raise DataError("this tokenizer has a vocabulary for each side", "pairs are trained with one shared table")
+    for role in ("bos", "eos"):
+        if getattr(specials, role) is None:
+            raise DataError(f"this tokenizer has no {role.upper()} token, and targets need one", "train one here")
+    assert specials.bos is not None and specials.eos is not None
+    return Generation(
+        start=specials.bos,
+        bos=specials.bos,
+        stops=(specials.eos,),
+        source_end=specials.eos,
+        pad=specials.pad,
+        banned=() if specials.pad is None else (specials.pad,),
+        sampling={"temperature": 0.0},
+    )
+
+
+# ---------------------------------------------------------------- files
+
+
+def open_pairs(paths: PairPaths, errors: str = "strict") -> PairCorpus:
+    """Read every line once, hash the files and count the pairs.
+
+    Raises DataError for a file that is missing, binary or not UTF-8, for a line without exactly one tab, for parallel
+    files of unequal length, and for a corpus without pairs.
+    """
+    if not paths.files:
+        raise DataError("no pairs were named", "name TSV files, or --pairs SOURCE TARGET")
+    files, counts, skipped = [], [0, 0], 0
+    for held, items in enumerate((paths.files, paths.held)):
+        for item in items:
+            files.append(tuple(_look(path) for path in item))
+            for pair in _pairs(item, errors):
+                empty = _has_empty_side(pair)
+                skipped += empty
+                counts[held] += not empty
+    if not counts[0] or (paths.held and not counts[1]):
+        names = ", ".join(str(path) for item in (paths.held if counts[0] else paths.files) for path in item)
+        raise DataError(f"no pairs in {names}", f"{counted(skipped, 'pair')} with an empty side" if skipped else "")
+    return PairCorpus(tuple(files), sum(counts), counts[1], skipped, errors)
+
+
+def _look(path: Path) -> Source:
+    """Its size and hash; a file's name is its folder's and its own, as both sides may be called alike."""
+    if path.is_dir():
+        raise DataError(f"{path} is a folder, and pairs come from files", "name TSV files, or --pairs SOURCE TARGET")
+    digest, num_bytes = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                if not num_bytes and b"\0" in block[:PROBE_BYTES]:
+                    raise DataError(f"{path} is binary (a zero byte at offset {block.index(0)}), not text")
+                digest.update(block)
+                num_bytes += len(block)
+    except FileNotFoundError:
+        raise DataError(f"no such file: {path}") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    return Source(path, f"{path.resolve().parent.name}/{path.name}", num_bytes, digest.hexdigest())
+
+
+def _pairs(item: Sequence[Path], errors: str) -> Iterator[tuple[str, str]]:
+    """Every line's pair, those with an empty side too."""
+    if len(item) == 1:
+        for number, line in enumerate(_lines(item[0], errors), 1):
+            source, *targets = line.split("\t")
+            if len(targets) != 1:
+                found = f"{len(targets)} tabs" if targets else "no tab"
+                raise DataError(
+                    f"{item[0]}, line {number}: {found}, and a pair is SOURCE<tab>TARGET",
+                    "two files with a line each: --pairs SOURCE TARGET",
+                )
+            yield source, targets[0]
+        return
+    both = zip_longest(*(_lines(path, errors) for path in item))
+    for number, (first, second) in enumerate(both, 1):
+        if first is None or second is None:
+            longer = number + sum(1 for _ in both)
+            counts = (number - 1, longer) if first is None else (longer, number - 1)
+            said = ", ".join(f"{path} has {counted(count, 'line')}" for path, count in zip(item, counts, strict=True))
+            raise DataError(f"parallel files of unequal length: {said}", "line n of one belongs to line n of the other")
+        yield first, second
+
+
+def _lines(path: Path, errors: str) -> Iterator[str]:
+    """Lines without their ends and without the byte order mark; only a newline ends a line."""
+    offset = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = raw.decode("utf-8", errors)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}, is not UTF-8: byte 0x{raw[error.start]:02X} at offset "
+                    f"{offset + error.start}",
+                    "--errors replace puts U+FFFD in its place",
+                ) from None
+            offset += len(raw)
+            yield line.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff" if number == 1 else "")
+
+
+def _has_empty_side(pair: tuple[str, str]) -> bool:
+    return not pair[0].strip() or not pair[1].strip()

@@ -1,0 +1,50 @@
+"""What a model makes of a few sources while it is trained: greedy, and without a cache (``train`` knows none)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvad.checkpoint.generation import Generation
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.step import Lane, Step
+
+__all__ = ["greedy"]
+
+
+@torch.no_grad()
+def greedy(model: Transformer, sources: Sequence[Sequence[int]], generation: Generation, most: int) -> list[list[int]]:
+    """The likeliest token after the likeliest token of each target, ``most`` at most; what ends it is left out.
+
+    All sources run together, each in a lane of its own; every token is computed from the start again.
+    """
+    assert generation.start is not None
+    found: list[list[int]] = [[] for _ in sources]
+    live = list(range(len(sources)))
+    device, memory = next(model.parameters()).device, Fresh(model.config)
+    while live and most > 0:
+        rows = [[generation.start, *found[row]] for row in live]
+        step = _step(rows, device)._replace(source=_step([sources[row] for row in live], device))
+        logits = model.logits(model(step, memory), step.wanted)
+        logits[:, list(generation.banned)] = -torch.inf
+        chosen = dict(zip(live, logits.argmax(dim=-1).tolist(), strict=True))
+        live = [row for row in live if chosen[row] not in generation.stops]
+        for row in live:
+            found[row].append(chosen[row])
+        live = [row for row in live if len(found[row]) < most]
+    return found
+
+
+def _step(rows: Sequence[Sequence[int]], device: torch.device) -> Step:
+    """Rows of any lengths, a lane each; the last token of each is wanted."""
+
+    def flat(lists: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor([value for one in lists for value in one], dtype=torch.int64, device=device)
+
+    lengths = [len(row) for row in rows]
+    ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+    lanes = tuple(Lane(1, length, length) for length in lengths)
+    return Step(flat(rows), flat([range(length) for length in lengths]), lanes, ends)

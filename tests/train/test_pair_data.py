@@ -1,0 +1,279 @@
+"""Packed pairs: first fit, who predicts what from what, nobody sees a neighbour, and the order of the rows."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvad.errors import ConfigError, DataError
+from kvad.model.fresh import Fresh
+from kvad.ops.attend import Reading, attend
+from kvad.step import Mark, Reach, Score
+from kvad.train import packing
+from kvad.train.config import RunConfig
+from kvad.train.objective import Autocast, backward
+from kvad.train.packing import first_fit
+from kvad.train.pair_data import PairData, PairRows
+from kvad.train.presets import PRESETS
+from models import build
+
+BOS, EOS, PAD, VOCAB = 1, 2, 3, 40
+EXACT = Autocast("fp32", "cpu")
+
+
+class Pairs:
+    """A store in memory: ``(source, target)`` lengths of text; token = 10 * pair + place, targets from 5 on."""
+
+    def __init__(self, *pairs):
+        self.texts = []
+        for pair, (source, target) in enumerate(pairs):
+            first = 4 + (3 * pair) % (VOCAB - 12)
+            self.texts.append([first + i % 8 for i in range(source)] + [EOS])
+            self.texts.append([BOS, *(first + (i + 3) % 8 for i in range(target)), EOS])
+        self.stream = np.concatenate(self.texts)
+        self.offsets = np.cumsum([0, *map(len, self.texts)])
+        self.folder = Path()
+
+    num_tokens = property(lambda self: len(self.stream))
+    num_documents = property(lambda self: len(self.texts))
+
+    def take(self, at):
+        return self.stream[at]
+
+    def changed(self, pair):
+        """The same, but for the text of one pair."""
+        other = Pairs.__new__(Pairs)
+        other.texts, other.offsets = self.texts, self.offsets
+        other.stream = self.stream.copy()
+        for side in (2 * pair, 2 * pair + 1):
+            span = slice(self.offsets[side], self.offsets[side + 1])
+            other.stream[span] = np.where(self.stream[span] > PAD, (self.stream[span] + 11) % (VOCAB - 4) + 4, EOS)
+        return other
+
+
+SMALL = Pairs((2, 3), (4, 2), (1, 1), (3, 6), (5, 1), (2, 2))
+
+
+def packed(store, context=12):
+    return PairRows(store, np.arange(store.num_documents // 2), context, PAD)
+
+
+def config(context=12, validation=0.25, **train):
+    tables = {"data": {"context": context, "validation": validation}, "train": {"batch": 2, **train}}
+    return RunConfig.from_dict({"model": {"preset": "transformer-tiny"}, **tables})
+
+
+@pytest.fixture(scope="module")
+def model():
+    tiny = PRESETS["transformer-tiny"](VOCAB, 32)
+    mixers = {"heads": 2}
+
+    def smaller(stack):
+        layer = stack.layer(0)
+        cross = layer.cross and dataclasses.replace(layer.cross, **mixers)
+        mixer, mlp = dataclasses.replace(layer.mixer, **mixers), dataclasses.replace(layer.mlp, hidden=24)
+        return dataclasses.replace(stack, kinds={"L": dataclasses.replace(layer, mixer=mixer, cross=cross, mlp=mlp)})
+
+    return build(dataclasses.replace(tiny, width=16, encoder=smaller(tiny.encoder), decoder=smaller(tiny.decoder)))
+
+
+# ---------------------------------------------------------------- first fit
+
+
+def test_the_worked_example_of_first_fit():
+    assert first_fit(np.array([3, 4, 4, 5]), np.array([4, 5, 3, 2]), 8).tolist() == [0, 1, 0, 2]
+
+
+def test_first_fit_is_first_fit_and_never_overfull(monkeypatch):
+    random = np.random.default_rng(0)
+    sources, targets = random.integers(1, 33, (2, 400))
+    for open_rows in (256, 5, 1):
+        monkeypatch.setattr(packing, "OPEN_ROWS", open_rows)
+        rows = first_fit(sources, targets, 32)
+        assert sorted(set(rows)) == list(range(rows.max() + 1)), "no row is empty"
+        for side in (sources, targets):
+            assert np.bincount(rows, side).max() <= 32
+        taken = np.zeros((2, 500), int)
+        for pair, row in enumerate(rows):  # the plain definition
+            opened = rows[:pair].max(initial=-1) + 1
+            candidates = [
+                r for r in range(max(0, opened - open_rows), opened)
+                if taken[0, r] + sources[pair] <= 32 and taken[1, r] + targets[pair] <= 32
+            ]  # fmt: skip
+            assert row == (candidates[0] if candidates else opened)
+            taken[:, row] += sources[pair], targets[pair]
+
+
+def test_nothing_is_packed_into_nothing():
+    assert len(first_fit(np.empty(0, int), np.empty(0, int), 8)) == 0
+
+
+# ---------------------------------------------------------------- rows
+
+
+def test_the_worked_example_of_the_docstring():
+    store = Pairs((2, 2), (1, 1))
+    batch = packed(store, context=6).batch(np.array([0]))
+    (x1, x2, _), (_, t1, t2, _), (y1, _), (_, u1, _) = store.texts
+    step, source = batch.step, batch.step.source
+    assert source.tokens.tolist() == [x1, x2, EOS, y1, EOS]
+    assert source.positions.tolist() == [0, 1, 2, 0, 1] and source.documents.tolist() == [0, 0, 0, 1, 1]
+    assert step.tokens.tolist() == [BOS, t1, t2, BOS, u1] and step.positions.tolist() == [0, 1, 2, 0, 1]
+    assert step.documents.tolist() == [0, 0, 0, 1, 1] and step.wanted.tolist() == [0, 1, 2, 3, 4]
+    assert batch.targets.tolist() == [t1, t2, EOS, u1, EOS]
+    assert step.lanes == ((1, 5, 5),) == source.lanes
+
+
+def test_a_batch_holds_every_pair_once_and_padding_is_nobodys():
+    rows = packed(SMALL)
+    assert len(rows) > 1
+    batch = rows.batch(np.arange(len(rows)))
+    found = []
+    for side, first in ((batch.step.source, 0), (batch.step, 1)):
+        width = side.lanes[0].new
+        for row in range(len(rows)):
+            tokens, positions, documents = (
+                x.view(len(rows), width)[row] for x in (side.tokens, side.positions, side.documents)
+            )
+            assert (tokens[documents < 0] == PAD).all() and (positions[documents < 0] == 0).all()
+            for document in range(int(documents.max()) + 1):
+                mine = documents == document
+                assert positions[mine].tolist() == list(range(int(mine.sum())))
+                found.append((first, tuple(tokens[mine].tolist())))
+    texts = [(i % 2, tuple(text if i % 2 == 0 else text[:-1])) for i, text in enumerate(SMALL.texts)]
+    assert sorted(found) == sorted(texts)
+    wanted = batch.step.wanted
+    assert (batch.step.documents[wanted] >= 0).all() and len(wanted) == (batch.step.documents >= 0).sum()
+    assert sorted(batch.targets.tolist()) == sorted(t for text in SMALL.texts[1::2] for t in text[1:])
+
+
+def logits_of(model, store, rows):
+    batch = rows.batch(np.arange(len(rows)))
+    logits = model.logits(model(batch.step, Fresh(model.config)), batch.step.wanted)
+    documents = batch.step.documents[batch.step.wanted]
+    row = batch.step.wanted // batch.step.lanes[0].new
+    return logits, row * 100 + documents
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_pair_changes_no_other_pairs_logits_at_all(model, dtype):
+    model = model.to(dtype)
+    before, owner = logits_of(model, SMALL, packed(SMALL))
+    for pair in range(6):
+        after, _ = logits_of(model, SMALL, packed(SMALL.changed(pair)))
+        touched = (before != after).any(dim=1)
+        assert len(set(owner[touched].tolist())) == 1, "one pair, and no other, exactly"
+    model.to(torch.float64)
+
+
+def gradient(model, batches):
+    model.zero_grad()
+    total = sum(len(batch.targets) for batch in batches)
+    summed = sum(backward(model, batch, Fresh(model.config), total, EXACT) for batch in batches)
+    return summed, torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_packed_gradients_are_those_of_pairs_alone(model):
+    rows = packed(SMALL)
+    alone = [PairRows(SMALL, np.array([pair]), 12, PAD).batch(np.array([0])) for pair in range(6)]
+    assert not any((batch.step.documents < 0).any() for batch in alone), "no padding, and one pair: nothing is masked"
+    loss, expected = gradient(model, alone)
+    together = rows.batch(np.arange(len(rows)))
+    assert (together.step.documents < 0).any() and (together.step.source.documents < 0).any()
+    for batches in ([together], [rows.batch(np.array([row])) for row in range(len(rows))]):
+        summed, got = gradient(model, batches)
+        assert summed == pytest.approx(loss, rel=1e-12)
+        assert (got - expected).abs().max() <= 1e-12 * expected.abs().max()
+    blind = together._replace(step=together.step._replace(source=together.step.source._replace(documents=None)))
+    assert (gradient(model, [blind])[1] - expected).abs().max() > 1e-3, "the comparison sees a leak"
+
+
+@pytest.mark.parametrize("kernel", ["reference", "sdpa"])
+def test_padding_that_sees_nothing_gives_zeros_and_no_nan(kernel):
+    """A decoder's padding in a row whose source has none."""
+    q, k, v = (torch.randn(1, *shape, requires_grad=True) for shape in ((4, 2, 8), (2, 3, 8), (2, 3, 8)))
+    marks = (
+        Mark(torch.zeros(1, n, dtype=torch.int64), torch.tensor([d])) for n, d in ((4, [0, 0, -1, -1]), (3, [0] * 3))
+    )
+    out = attend(q, k, v, Reading(*marks, Reach(causal=False)), Score(1.0), kernel=kernel).out
+    assert (out[:, 2:] == 0).all() and (out[:, :2] != 0).all()
+    out.square().sum().backward()
+    assert all(torch.isfinite(x.grad).all() for x in (q, k, v)) and (q.grad[:, 2:] == 0).all()
+
+
+# ---------------------------------------------------------------- a run's data
+
+MANY = Pairs(*((1 + i % 7, 1 + i % 5) for i in range(80)))
+
+
+def data(store=MANY, held=0, **keywords):
+    return PairData(store, config(**keywords), held, PAD)
+
+
+def seen(rows):
+    return sorted(rows._pairs.tolist())
+
+
+def test_the_last_share_is_held_out():
+    found = data()
+    assert seen(found.training) == list(range(60)) and seen(found.validation) == list(range(60, 80))
+    assert seen(data(held=3).validation) == [77, 78, 79]
+    assert found.train_tokens == sum(2 + i % 5 for i in range(60))
+    source, target = found.examples(3)[0]
+    assert [source, target] == MANY.texts[120:122]
+
+
+def test_what_is_longer_than_the_context_is_left_out_and_said():
+    store = Pairs((3, 3), (9, 2), (2, 9), (7, 7), (2, 2), (30, 2), (1, 1), (1, 1))
+    found = data(store, context=8)
+    assert seen(found.training) == [0, 3, 4] and seen(found.validation) == [6, 7]
+    assert "left out: 3 pairs longer than the context of 8 (the longest has a side of 31 tokens)" in found.told()
+    with pytest.raises(DataError, match=r"no pair is left for validation: 2 pairs, of which none fits a context of 8"):
+        data(Pairs((3, 3), (3, 3), (3, 3), (3, 3), (3, 3), (3, 3), (9, 2), (2, 9)), context=8)
+    with pytest.raises(DataError, match=r"no pair is left for training"):
+        data(Pairs((3, 3)))
+
+
+def test_utilisation_is_reported():
+    found = data()
+    taken = sum(2 + i % 7 for i in range(60)) / (12 * len(found.training))
+    assert found.training.utilisation[0] == taken > 0.85
+    assert found.told()[-1].startswith(
+        f"packed: {len(found.training)} rows of 12 + 12 tokens, {taken:.1%} of the sources'"
+    )
+
+
+def test_windows_are_for_documents():
+    with pytest.raises(ConfigError, match=r"data.order: windows is for documents"):
+        PairData(MANY, RunConfig.from_dict({"data": {"order": "windows"}}), 0, PAD)
+
+
+def flat(batches):
+    return [batch.step.tokens.tolist() + batch.targets.tolist() for batch in batches]
+
+
+def test_the_order_is_a_function_of_seed_and_step():
+    forwards = data(accumulate=2)
+    expected = [flat(forwards.micro_batches(step)) for step in range(12)]
+    backwards = data(accumulate=2)
+    assert [flat(backwards.micro_batches(step)) for step in reversed(range(12))] == expected[::-1]
+    assert [flat(data(accumulate=2, seed=1).micro_batches(step)) for step in range(12)] != expected
+    assert all(len(step) == 2 for step in expected)
+
+
+def test_an_epoch_takes_every_pair_once():
+    found = data(batch=1)
+    count = len(found.training)
+    epochs = [[found.micro_batches(step)[0] for step in range(e * count, (e + 1) * count)] for e in (0, 1)]
+    targets = [sorted(t for batch in epoch for t in batch.targets.tolist()) for epoch in epochs]
+    assert targets[0] == targets[1] == sorted(t for i in range(60) for t in MANY.texts[2 * i + 1][1:])
+    assert flat(epochs[0]) != flat(epochs[1])
+
+
+def test_an_evaluation_reads_all_or_a_part_evenly_spread():
+    found = data(eval_tokens=0)
+    assert sum(len(batch.targets) for batch in found.evaluation()) == found.validation_tokens
+    part = data(eval_tokens=found.validation_tokens // 2)
+    assert 0 < sum(len(batch.targets) for batch in part.evaluation()) < found.validation_tokens

@@ -1,0 +1,257 @@
+"""Training on pairs from files to translations: it learns, the cache says what training meant, and it resumes."""
+
+import itertools
+import json
+import os
+import random
+import signal
+
+import pytest
+
+from kvad import LLM
+from kvad.checkpoint.native import load
+from kvad.checkpoint.open import load_model
+from kvad.cli.main import main
+from kvad.errors import ConfigError, DataError, UsageError
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train.config import RunConfig
+from kvad.train.initial import initialise
+from kvad.train.job import resume, stored_run, train
+from kvad.train.metrics import read_metrics
+from kvad.train.pairs import PairPaths, generation_of
+from kvad.train.reports import Callback
+from kvad.train.samples import greedy
+
+SMALL = {
+    "width": 32,
+    "encoder.layers": 1,
+    "decoder.layers": 1,
+    "encoder.kinds.L.mlp.hidden": 64,
+    "decoder.kinds.L.mlp.hidden": 64,
+}
+WORDS = ["".join(letters) for n in (1, 2, 3, 4) for letters in itertools.product("abcd", repeat=n)]
+
+
+@pytest.fixture(scope="session")
+def reversals(tmp_path_factory):
+    """340 words of at most four letters, each with itself turned round."""
+    words = list(WORDS)
+    random.Random(0).shuffle(words)
+    path = tmp_path_factory.mktemp("pairs") / "reversals.tsv"
+    path.write_text("".join(f"{word}\t{word[::-1]}\n" for word in words))
+    return path
+
+
+@pytest.fixture
+def pair_config():
+    def make(*, data=None, tokenizer=None, model=None, **settings):
+        usual = {"steps": 10, "batch": 2, "log_every": 1, "eval_every": 4, "save_every": 4, "precision": "fp32"}
+        return RunConfig.from_dict(
+            {
+                "model": model or {"preset": "transformer-tiny", "set": SMALL},
+                "data": {"context": 24, **(data or {})},
+                "tokenizer": tokenizer or {"kind": "char"},
+                "train": {**usual, **settings},
+            }
+        )
+
+    return make
+
+
+class StopAt(Callback):
+    def __init__(self, step, number=signal.SIGINT):
+        self.step, self.number = step, number
+
+    def on_step(self, report):
+        if report.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def losses(out):
+    return {line["step"]: line["loss"] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "step"}
+
+
+def hashes(out):
+    files = load(out, verify=True).files
+    return files["model.safetensors"]["sha256"], files["training/state.safetensors"]["sha256"]
+
+
+def test_a_tiny_model_learns_to_reverse_and_the_cached_engine_says_so(reversals, tmp_path, pair_config, listener):
+    out = tmp_path / "run"
+    settings = {"lr": 1e-2, "beta2": 0.98, "batch": 16, "warmup": 20, "eval_every": 300, "save_every": 1000}
+    config = pair_config(steps=300, data={"context": 16}, **settings)
+    outcome = train(config, [reversals], out, callbacks=[listener])
+    assert listener.steps[0].loss > 1.5 and outcome.val_loss < 0.15, "it has not learned to reverse"
+    held = [line.split("\t") for line in reversals.read_text().splitlines()[-34:]]
+    with LLM.load(out, rows=8) as llm:
+        done = llm.generate([source for source, _ in held])
+        right = sum(answer.text == target for answer, (_, target) in zip(done, held, strict=True))
+        assert right >= 27, f"{right} of 34 words that it never saw"
+        assert done[0].samples[0].finish_reason == "stop"
+        eos = llm.tokenizer.specials.eos
+        assert llm.encode("abc")[-1] == eos, "a source ends as it did in training"
+        ids = llm.tokenizer.encode(held[0][0])
+        assert llm.generate([*ids, eos]).text == done[0].text
+    sample = listener.samples[-1].samples[0]
+    assert (sample.source, sample.target) == tuple(held[0]) and sample.text == done[0].text
+    assert any(line["kind"] == "samples" for line in read_metrics(out / "metrics.jsonl"))
+
+
+def test_greedy_without_a_cache_is_what_the_engine_says(reversals, tmp_path, pair_config):
+    train(pair_config(), [reversals], tmp_path / "run")
+    model, opened = load_model(tmp_path / "run")
+    with LLM.load(tmp_path / "run", rows=4) as llm:
+        sources = [llm.encode(word) for word in ("a", "abcd", "dcba", "bb")]
+        found = greedy(model, sources, opened.generation, 9)
+        for source, ids in zip(sources, found, strict=True):
+            tokens = llm.generate(source, max_tokens=9).tokens
+            assert list(tokens)[: len(ids)] == ids and (len(ids) == 9 or tokens[-1] in opened.generation.stops)
+
+
+def test_the_checkpoint_says_how_to_generate(reversals, tmp_path, pair_config):
+    train(pair_config(steps=1), [reversals], tmp_path / "run")
+    opened = load(tmp_path / "run")
+    assert opened.config.kind == "encoder-decoder" and opened.generation == generation_of(opened.tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte", "word"])
+def test_every_kind_of_tokenizer_has_what_pairs_need(reversals, tmp_path, pair_config, kind):
+    config = pair_config(steps=1, tokenizer={"kind": kind, "vocab_size": 300 if kind == "bpe" else 900})
+    train(config, [reversals], tmp_path / "run")
+    with LLM.load(tmp_path / "run", rows=1) as llm:
+        assert llm.encode("abc")[-1] == llm.tokenizer.specials.eos
+        assert llm.generate("abc", max_tokens=3).usage.completion <= 3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_resume_goes_on_to_the_bit(reversals, tmp_path, pair_config, precision):
+    config = pair_config(steps=12, accumulate=2, precision=precision)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config, [reversals], whole)
+    assert train(config, [reversals], parts, callbacks=[StopAt(3)]).reason == "interrupted"
+    assert resume(parts, callbacks=[StopAt(9, signal.SIGTERM)]).step == 9
+    assert resume(parts).reason == "done"
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 12
+    assert hashes(parts) == hashes(whole)
+    assert load(parts).generation == load(whole).generation
+    kinds = [[(e["kind"], e["step"]) for e in read_metrics(out / "metrics.jsonl")[1:]] for out in (whole, parts)]
+    assert kinds[0] == kinds[1]
+
+
+def test_parallel_files_with_files_held_out(tmp_path, pair_config, listener):
+    sides = {}
+    for name, words in (("train", WORDS[:300]), ("val", WORDS[300:330])):
+        for side, turn in (("src", 1), ("tgt", -1)):
+            sides[name, side] = tmp_path / f"{name}.{side}"
+            sides[name, side].write_text("".join(f"{word[::turn]}\n" for word in words))
+    paths = PairPaths(((sides["train", "src"], sides["train", "tgt"]),), ((sides["val", "src"], sides["val", "tgt"]),))
+    out = tmp_path / "run"
+    train(pair_config(eval_tokens=0), paths, out, callbacks=[listener])
+    assert listener.evals[0].val_tokens == sum(len(word) + 1 for word in WORDS[300:330])
+    assert listener.start.train_tokens == sum(len(word) + 1 for word in WORDS[:300])
+    assert stored_run(out)[1] == paths
+    assert resume(out).step == 10
+    swapped = PairPaths(paths.held, paths.files)
+    with pytest.raises(ConfigError, match="its corpus has changed"):
+        resume(out, corpus=swapped)
+    sides["val", "tgt"].write_text(sides["val", "tgt"].read_text().replace("a", "b"))
+    with pytest.raises(ConfigError, match=r"its corpus has changed: .*/val.tgt"):
+        resume(out)
+
+
+def test_a_documents_model_takes_no_pairs_and_an_encoder_neither(reversals, tmp_path, run_config, pair_config):
+    with pytest.raises(UsageError, match=r"pairs are for an encoder-decoder.*--preset transformer-tiny"):
+        train(run_config(), PairPaths(((reversals,),)), tmp_path / "run")
+    encoder = {"width": 32, "encoder": {"layers": 1, "kinds": {"L": {"mixer": {"heads": 2, "causal": False},
+               "mlp": {"kind": "plain", "hidden": 8}}}}}  # fmt: skip
+    with pytest.raises(ConfigError, match="an encoder alone cannot be trained yet"):
+        train(pair_config(model=encoder), [reversals], tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"data\.suffixes"):
+        train(pair_config(data={"suffixes": [".tsv"]}), [reversals], tmp_path / "run")
+    train_tokenizer("byte", []).save(tmp_path / "mute")
+    with pytest.raises(DataError, match="no BOS token"):
+        train(pair_config(tokenizer={"path": str(tmp_path / "mute")}), [reversals], tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_encoder_decoder_begins_as_glorot_and_the_paper_do():
+    """Embedded tokens have elements of about 1; the first loss is not far from ln V."""
+    import torch
+
+    from kvad.model.transformer import Transformer
+    from kvad.train.presets import PRESETS
+
+    torch.manual_seed(0)
+    model = Transformer(PRESETS["transformer-tiny"](500, 64))
+    initialise(model)
+    assert model.table.std().item() * model.config.embed.scale == pytest.approx(1, abs=0.02)
+    up = model.encoder.layers[0].mlp.up
+    assert up.weight.std().item() == pytest.approx((2 / (128 + 512)) ** 0.5, rel=0.02)
+    assert not up.bias.any() and (model.decoder.layers[0].norm1.weight == 1).all()
+
+
+# ---------------------------------------------------------------- the command
+
+
+def kvad(capsys, *arguments):
+    capsys.readouterr()
+    code = main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+QUICK = ["--preset", "transformer-tiny", "--tokenizer", "byte", "--context", 16, "--batch", 2, "--precision", "fp32",
+         *itertools.chain(*(("--set", f"{key}={value}") for key, value in SMALL.items()))]  # fmt: skip
+
+
+def test_the_command_trains_on_a_tsv_says_what_it_left_out_and_translates(tmp_path, capsys):
+    file, out = tmp_path / "a.tsv", tmp_path / "run"
+    file.write_text("abc\tcba\n" * 40 + "\tx\n" + "x" * 30 + "\ty\n" + "ab\tba\n" * 9)
+    code, stdout, stderr = kvad(capsys, "train", file, "--out", out, *QUICK, "--steps", 2, "--json")
+    assert code == 0, stderr
+    assert "corpus: 50 pairs in 1 file" in stderr and "1 pair with an empty side left out" in stderr
+    assert "left out: 1 pair longer than the context of 16 (the longest has a side of 31 tokens)" in stderr
+    assert "packed: " in stderr and "of the sources' places" in stderr and "  < ab\n  = ba\n  > " in stderr
+    assert f"next:  kvad translate {out}" in stderr and json.loads(stdout)["step"] == 2
+    assert "tokens:" in stderr and (out / "loss.png").exists()
+    code, stdout, stderr = kvad(capsys, "translate", out, file.with_name("a.tsv"), "--max-tokens", 2)
+    assert code in (0, 1) and len(stdout.splitlines()) == 51
+    code, _, stderr = kvad(capsys, "train", "--resume", "--out", out)
+    assert code == 0 and "from step 2" in stderr
+
+
+def test_the_command_takes_parallel_files_and_validation_in_both_forms(tmp_path, capsys):
+    for name, lines in {"a.de": 12, "a.en": 12, "v.de": 3, "v.en": 3, "short.en": 2}.items():
+        (tmp_path / name).write_text("ab\n" * lines)
+    (tmp_path / "v.tsv").write_text("ab\tab\n" * 4)
+    pairs = ["--pairs", tmp_path / "a.de", tmp_path / "a.en"]
+
+    def run(*flags):
+        return kvad(capsys, "train", "--out", tmp_path / "run", *QUICK, "--steps", 1, "--overwrite", *flags)
+
+    for flags, held in (
+        (["--validation-pairs", tmp_path / "v.de", tmp_path / "v.en"], 3),
+        (["--validation", tmp_path / "v.tsv"], 4),
+        (["--validation", tmp_path / "v.tsv", "--validation-pairs", tmp_path / "v.de", tmp_path / "v.en"], 7),
+    ):
+        code, _, stderr = run(*pairs, *flags)
+        assert code == 0 and f"{held} of them for validation" in stderr, stderr
+    assert run(*pairs, "--validation", "0.5")[0] == 0
+    code, _, stderr = kvad(capsys, "train", "--out", tmp_path / "other", "--preset", "tiny", *pairs)
+    assert code == 2 and "pairs are for an encoder-decoder" in stderr
+    for flags, says in (
+        (["--pairs", tmp_path / "a.de", tmp_path / "short.en"], "a.de has 12 lines, "),
+        ([*pairs, "--validation", tmp_path / "no.tsv"], "no such file: "),
+        ([*pairs, "--validation", "2"], "data.validation: must be between 0 and 1"),
+        ([tmp_path / "a.de"], "a.de, line 1: no tab"),
+        ([], "no pairs were named"),
+        (["--validation", tmp_path / "v.tsv"], "no pairs were named"),
+        ([*pairs, "--context", "2"], "no pair is left for training: 11 pairs, of which none fits a context of 2"),
+        ([*pairs, "--batch", "100000000"], "training on 100,000,000 rows"),
+    ):
+        code, stdout, stderr = run(*flags)
+        assert code == 2 and says in stderr and not stdout and "Traceback" not in stderr, stderr
+
+
+def test_help_shows_pairs(capsys):
+    code, stdout, _ = kvad(capsys, "train", "--help")
+    assert code == 0 and "--pairs SOURCE TARGET" in stdout and "kvad train --pairs train.de train.en" in stdout
