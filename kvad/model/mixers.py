@@ -66,7 +66,9 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, E] -> q [T, H, D], k [T, K, D], v [T, K, Dv], normalised where the config says so, not yet rotated."""
-        flat_q, flat_k, flat_v = map(self._clipped, self.qkv(x, self.q, self.k, self.v))
+        flat_q, flat_k, flat_v = self.qkv(x, self.q, self.k, self.v)
+        if self.spec.clip is not None:
+            flat_q, flat_k, flat_v = map(self._clipped, (flat_q, flat_k, flat_v))
         q = self._heads(flat_q, self.q_norm, self.heads)
         k = self._heads(flat_k, self.k_norm, self.kv_heads)
         return q, k, flat_v.unflatten(-1, (self.kv_heads, self.value_dim))

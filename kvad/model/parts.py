@@ -44,7 +44,7 @@ class Norm(nn.Module):
 
     def __init__(self, width: int, spec: cfg.Norm, heads: int | None = None) -> None:
         super().__init__()
-        self.spec, self.width = spec, width
+        self.spec, self.width, self.each = spec, width, heads is not None
         shape = (width,) if heads is None else (heads, width)
         start = torch.zeros(shape) if spec.unit_offset else torch.ones(shape)
         self.weight = nn.Parameter(start) if spec.weight else None
@@ -56,13 +56,12 @@ class Norm(nn.Module):
         if weight is not None and self.spec.unit_offset:
             weight = weight + 1.0
         bias = None if self.bias is None else self.bias.to(wide.dtype)
-        plain = (weight is None or weight.dim() == 1) and (bias is None or bias.dim() == 1)
         if self.spec.kind == "layer":
-            if plain:
-                return F.layer_norm(wide, (self.width,), weight, bias, self.spec.eps).to(x.dtype)
-            return _affine(F.layer_norm(wide, (self.width,), eps=self.spec.eps), weight, bias).to(x.dtype)
-        out = F.rms_norm(wide, (self.width,), weight if plain else None, self.spec.eps)
-        return _affine(out, None if plain else weight, bias).to(x.dtype)
+            if self.each:
+                return _affine(F.layer_norm(wide, (self.width,), eps=self.spec.eps), weight, bias).to(x.dtype)
+            return F.layer_norm(wide, (self.width,), weight, bias, self.spec.eps).to(x.dtype)
+        out = F.rms_norm(wide, (self.width,), None if self.each else weight, self.spec.eps)
+        return _affine(out, weight if self.each else None, bias).to(x.dtype)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -61,8 +61,7 @@ class Layer(nn.Module):
         if self.norm_place in ("parallel", "parallel_pair"):
             normed = _norm(self.norm1, x)
             fed = self.mlp(normed if self.norm2 is None else self.norm2(x))
-            out: Tensor = x + self.residual * (self.mixer(normed, view, encoding) + fed)
-            return out
+            return self._add(x, self.mixer(normed, view, encoding) + fed)
         x = self._branch(x, lambda h: self.mixer(h, view, encoding), self.norm1, self.norm1_after)
         if self.cross is not None:
             assert cross is not None, "this layer attends to a source"
@@ -72,12 +71,15 @@ class Layer(nn.Module):
 
     def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: Norm | None, after: Norm | None) -> Tensor:
         if self.norm_place == "post":
-            return _norm(norm, x + self.residual * f(x))
+            return _norm(norm, self._add(x, f(x)))
         if self.norm_place == "after":
-            return x + self.residual * _norm(norm, f(x))
+            return self._add(x, _norm(norm, f(x)))
         normed = _norm(norm, x)
         stream = normed if self.norm_place == "normed" else x
-        return stream + self.residual * _norm(after, f(normed))
+        return self._add(stream, _norm(after, f(normed)))
+
+    def _add(self, x: Tensor, branch: Tensor) -> Tensor:
+        return x + (branch if self.residual == 1.0 else self.residual * branch)
 
 
 def _norm(norm: Norm | None, x: Tensor) -> Tensor:
