@@ -35,6 +35,10 @@ from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Piece", "StepTimes"]
 
+# Bytes of weights up to which those that share an input are joined.  In a larger model a kernel's start is nothing
+# beside its reading, and joining would copy weights that are mapped from a file.
+PACKED = 1 << 28
+
 _ENCODER_CAN = "it can embed, tag, classify or fill masks, as its head says"
 
 
@@ -89,7 +93,8 @@ class Engine:
         limit = min(model.config.limit, cache.capacity)
         self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=cache.chunk, limit=limit)
         self.runner = Runner(model, self.memory)
-        model.pack()
+        if sum(parameter.nbytes for parameter in model.parameters()) <= PACKED:
+            model.pack()
         self.times = StepTimes()
         self._limit, self._next, self._ends = limit, 0, stop_tokens
         self._texts: dict[tuple[int, int], _Text] = {}
