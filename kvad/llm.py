@@ -34,7 +34,7 @@ from kvad.engine.answers import fill_masks, label_row, label_tokens
 from kvad.engine.completion import Completion, TextScore
 from kvad.engine.desk import Desk, Ticket
 from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import Sampling, TokenScore
+from kvad.engine.request import SEARCHED, Sampling, TokenScore
 from kvad.engine.texts import Prompt, Texts, one_or_many
 from kvad.engine.trace import Trace, trace
 from kvad.errors import ConfigError, RequestError, UsageError, nearest
@@ -129,7 +129,7 @@ class LLM:
         that mark them.  Raises RequestError for a prompt or an option that cannot be served, NumericalError when the
         model's logits are NaN or infinite.
         """
-        chosen = self._sampling(sampling, options, language)
+        chosen = self._sampling(sampling, options, language, prefix)
         submit = self._submitter(chosen, prefix, source_language)
         done: Completion | list[Completion] = self._each(prompts, submit, Ticket.finish)
         return done
@@ -145,7 +145,7 @@ class LLM:
         **options: Any,
     ) -> Generator[Piece, None, None]:
         """Pieces of one prompt's samples as they come; closing the iterator cancels what is left."""
-        chosen = self._sampling(sampling, options, language)
+        chosen = self._sampling(sampling, options, language, prefix)
         ticket = self._submitter(chosen, prefix, source_language)(prompt)
         try:
             yield from ticket.pieces()
@@ -334,11 +334,15 @@ class LLM:
         lane = Lane(1, len(ids), len(ids))
         return Step(tokens, every, (lane,), every, limits=torch.full_like(every, len(ids)))
 
-    def _sampling(self, sampling: Sampling | None, options: dict[str, Any], language: str | None) -> Sampling:
+    def _sampling(
+        self, sampling: Sampling | None, options: dict[str, Any], language: str | None, prefix: Prompt | None
+    ) -> Sampling:
         chosen = _sampling(sampling, options, self.generation)
         if language is not None:
             if options.get("forced_first") is not None:
                 raise RequestError("language= and forced_first= both given", "a language is a forced first token")
+            if not isinstance(prefix, str | None):
+                raise RequestError("language= and prefix= as ids both given", "ids are the whole start of the target")
             return dataclasses.replace(chosen, forced_first=self.texts.language(language))
         return chosen
 
@@ -479,21 +483,18 @@ def _sampling(sampling: Sampling | None, options: dict[str, Any], generation: Ge
         if getattr(generation, name) is not None:
             defaults[name] = getattr(generation, name)
     sampled = {"temperature", "top_k", "top_p", "min_p", "typical_p", "logprobs", "stop", "prompt_logprobs"}
-    searched = {"beams", "length_penalty", "early_stopping", "length_form", "patience"}
-    if sampled & set(options) and not searched & set(options):
-        defaults = {name: value for name, value in defaults.items() if name not in searched}
+    if sampled & set(options) and not set(SEARCHED) & set(options):
+        defaults = {name: value for name, value in defaults.items() if name not in SEARCHED}
     if options.get("n", 1) > defaults.get("beams", 1):  # more than the search would give: they are sampled
-        defaults = {name: value for name, value in defaults.items() if name not in searched}
+        defaults = {name: value for name, value in defaults.items() if name not in SEARCHED}
     if options.get("beams", 1) != 1:
         defaults = {name: value for name, value in defaults.items() if name not in sampled}
         defaults["temperature"] = 0.0
     if isinstance(options.get("max_tokens"), int) and "min_tokens" in defaults:
         defaults["min_tokens"] = min(defaults["min_tokens"], options["max_tokens"])
-    chosen = Sampling.of(**{**defaults, **options})
-    unheard = sorted(searched & set(options) - {"beams"})
-    if chosen.beams == 1 and unheard:
-        raise RequestError(f"{unheard[0]}= is for a beam search, and there are no beams", "give beams=4, say")
-    return chosen
+    if options.get("beams", defaults.get("beams", 1)) == 1:  # a file's words on a search that is not made
+        defaults = {name: value for name, value in defaults.items() if name not in SEARCHED}
+    return Sampling.of(**{**defaults, **options})
 
 
 def _text_score(tokens: Sequence[int], scores: Sequence[TokenScore]) -> TextScore:

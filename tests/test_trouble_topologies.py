@@ -123,6 +123,16 @@ def test_what_is_asked_for_wins_over_the_checkpoint() -> None:
         llm.generate([3, 4], max_tokens=3, min_tokens=10)
 
 
+def test_what_the_checkpoint_says_of_a_search_is_for_searches_only() -> None:
+    llm = pair(replace(GENERATION, sampling={"length_penalty": 2.0, "temperature": 0.0}))
+    assert len(llm.generate([3, 4], max_tokens=3).tokens) <= 3
+    said, asked, other = (
+        llm.generate([3, 4], max_tokens=3, beams=2, **more).samples[0].total
+        for more in ({}, {"length_penalty": 2.0}, {"length_penalty": 1.0})
+    )
+    assert said == asked != other
+
+
 def test_an_empty_prefix_is_none() -> None:
     llm = pair(replace(GENERATION, forced_first=9))
     assert llm.generate([3, 4], prefix="", max_tokens=3, temperature=0).tokens[0] == 9
@@ -131,6 +141,12 @@ def test_an_empty_prefix_is_none() -> None:
 def test_what_would_not_be_heard_is_refused() -> None:
     with pytest.raises(RequestError, match="length_penalty= is for a beam search"):
         decoder().generate([1], max_tokens=2, length_penalty=2.0)
+    with pytest.raises(RequestError, match="early_stopping= is for a beam search"):
+        Sampling(early_stopping="never")
+    with pytest.raises(RequestError, match="language= and prefix= as ids"):
+        pair().generate([3, 4], prefix=[1, 5], language="de")
+    with pytest.raises(RequestError, match="language 'de': the source is ids"):
+        pair().generate([3, 4], source_language="de", max_tokens=2)
     with pytest.raises(RequestError, match="no source"):
         decoder().logits([1], source=[2])
     encoder = LLM(build(encoder_config()), None, CACHE)

@@ -19,6 +19,7 @@ __all__ = ["Event", "FinishReason", "Result", "Sampling", "TokenScore"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 100
+SEARCHED = ("beams", "length_penalty", "length_form", "early_stopping", "patience")  # what only a beam search heeds
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,9 @@ def _check_beams(s: Sampling) -> None:
     if s.allowed is not None and not callable(s.allowed):
         raise RequestError(f"allowed: expected a function of the tokens so far, found {s.allowed!r}")
     if s.beams == 1:
+        for name in SEARCHED:
+            if getattr(s, name) != getattr(Sampling, name):
+                raise RequestError(f"{name}= is for a beam search, and there are no beams", "give beams=4, say")
         return
     if s.n > s.beams:
         raise RequestError(f"n {s.n} exceeds beams {s.beams}")

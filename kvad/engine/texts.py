@@ -46,6 +46,8 @@ class Texts:
         source, tokenizer = self.config.source, self.tokenizer
         if tokenizer is not None and tokenizer.source is not None:
             tokenizer = tokenizer.source
+        if language is not None and not isinstance(text, str):
+            raise RequestError(f"language {language!r}: the source is ids, taken as they are", "give a text")
         tokens = self._ids(text, tokenizer, language, specials)
         if isinstance(text, str):
             tokens = self.generation.ended(tokens)
