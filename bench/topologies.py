@@ -3,7 +3,8 @@
     python bench/topologies.py encoder                 BERT-base shape, 32 rows of 128 tokens
     python bench/topologies.py translate --beams 4     Marian shape (6 + 6 x 512), 32 sources of 24 tokens, 32 new ones
 
-One JSON line per run: seconds of each side, the medians, their ratio, machine.  Needs the extra ``oracle``.
+One JSON line per run: seconds of each side, the medians, their ratio, machine.  Needs the extra ``oracle``;
+ctranslate2 takes part where it is installed.
 """
 
 from __future__ import annotations
@@ -46,8 +47,9 @@ def report(what: str, seconds: dict[str, list[float]], work: int, unit: str, **m
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     rates = {name: round(work / median, 1) for name, median in medians.items()}
     line = {"bench": what, "seconds": seconds, f"{unit}_per_second": rates, **more, "machine": machine()}
-    if "transformers" in medians:
-        line["ratio"] = round(medians["transformers"] / medians["kvad"], 3)
+    for peer in ("transformers", "ctranslate2"):
+        if peer in medians:
+            line[f"ratio_to_{peer}"] = round(medians[peer] / medians["kvad"], 3)
     print(json.dumps(line))
 
 
@@ -117,13 +119,50 @@ def translate(folder: Path, repeats: int, rows: int, length: int, beams: int, ne
             for _ in range(new):
                 target.append(int(uncached(model, target, source=source)[-1].argmax()))
 
-    seconds = alternate({"kvad": ours, "transformers": transformers}, repeats)
+    sides: dict[str, Callable[[], Any]] = {"kvad": ours, "transformers": transformers}
+    fast = ctranslate2(theirs, ids.tolist(), beams, new, folder / "ct2")
+    if fast is not None:
+        sides["ctranslate2"] = fast
+    seconds = alternate(sides, repeats)
     report("translate", seconds, rows * new, "tokens", rows=rows, length=length, beams=beams, new=new)
     if beams == 1:
         alone = alternate(
             {"cached": lambda: one(engine, ids[0].tolist(), sampling), "recomputed": without_cache}, repeats
         )
         report("translate one row", alone, new, "tokens", length=length, new=new)
+
+
+def ctranslate2(theirs: Any, ids: list[list[int]], beams: int, new: int, folder: Path) -> Callable[[], Any] | None:
+    """CTranslate2 on the same weights in float32, where it is installed (``pip install ctranslate2``)."""
+    try:
+        import ctranslate2
+        from ctranslate2.converters.transformers import MarianMTLoader
+    except ImportError:
+        return None
+    vocab = theirs.config.vocab_size
+
+    class Names:
+        """What the converter asks a tokenizer for: a name for each id."""
+
+        eos_token, unk_token = "</s>", "t1"
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"</s>": 0, "<pad>": vocab - 1, **{f"t{i}": i for i in range(1, vocab - 1)}}
+
+    spec = MarianMTLoader()(theirs, Names())
+    spec.validate()
+    folder.mkdir()
+    spec.save(str(folder))
+    translator = ctranslate2.Translator(str(folder), intra_threads=torch.get_num_threads(), compute_type="float32")
+    sources = [[f"t{token}" for token in row] for row in ids]
+
+    def run() -> None:
+        done = translator.translate_batch(
+            sources, beam_size=beams, max_decoding_length=new, min_decoding_length=new, max_batch_size=len(ids)
+        )
+        assert all(len(each.hypotheses[0]) == new for each in done), [len(each.hypotheses[0]) for each in done]
+
+    return run
 
 
 def one(engine: Engine, source: list[int], sampling: Sampling) -> None:
