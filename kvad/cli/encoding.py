@@ -115,9 +115,14 @@ def _filling(llm: LLM, top: int) -> Task[Sequence[Sequence[Filled]]]:
         return ids
 
     def plain(number: int, masks: Sequence[Sequence[Filled]]) -> str:
-        return "\t|\t".join("\t".join(f"{each.text} {each.probability:.4f}" for each in found) for found in masks)
+        return "\t|\t".join("\t".join(f"{_shown(each.text)} {each.probability:.4f}" for each in one) for one in masks)
 
     return Task(prepare, lambda many: llm.fill(many, top=top), plain, lambda masks: {"masks": masks}, nothing=())
+
+
+def _shown(text: str) -> str:
+    """A token on one line, in one column: what does not print is escaped."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 # ---------------------------------------------------------------- vectors

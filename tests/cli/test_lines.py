@@ -14,6 +14,7 @@ from tokenizers import models, pre_tokenizers, processors
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import save
 from kvad.cli import lines as module
+from kvad.cli.encoding import _filling
 from kvad.cli.lines import Lines, Task, answered
 from kvad.config import (
     Attention,
@@ -30,6 +31,7 @@ from kvad.config import (
     Stack,
     Transform,
 )
+from kvad.engine.answers import Filled
 from kvad.errors import NumericalError, RequestError
 from kvad.llm import LLM
 from kvad.text.tokenizer import load_tokenizer, train_tokenizer
@@ -379,6 +381,13 @@ def test_masks(kvad, encoders):
     assert [each["token"] for each in found[3]["masks"][1]] == [each.token for each in two[1]]
     assert found[1]["masks"] == [] and set(found[2]) == {"line", "error"}
     assert found[0]["masks"][0][0]["whole"] == one[0][0].whole
+
+
+def test_a_token_that_breaks_lines_is_shown_in_one(encoders):
+    """Byte-level vocabularies have tokens of a newline or a tab."""
+    found = [Filled(1, "a\nå\t", 0.5, ""), Filled(2, " b", 0.25, "")]
+    with LLM.load(encoders["fill"]) as llm:
+        assert _filling(llm, 2).plain(1, [found, found[1:]]) == "a\\nå\\t 0.5000\t b 0.2500\t|\t b 0.2500"
 
 
 def test_vectors_as_json(kvad, encoders):
