@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kvad.errors import SaveError
 
-__all__ = ["discard", "new_folder", "refused", "survivor", "sweep", "write_bytes"]
+__all__ = ["discard", "flush", "new_folder", "refused", "survivor", "sweep", "write_bytes"]
 
 _STARTED_NS = time.time_ns()
 _LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
@@ -60,7 +60,7 @@ def _swap(temporary: Path, final: Path, replaces: Sequence[Path]) -> None:
                 moved.append((_aside(old, "old"), old))
                 old.rename(moved[-1][0])
         temporary.rename(final)
-        _flush(final.parent)
+        flush(final.parent)
     except BaseException:
         with suppress(OSError):
             if not temporary.exists():
@@ -93,7 +93,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _flush(path.parent)
+        flush(path.parent)
     except OSError as error:
         raise refused(path, error) from error
     finally:
@@ -157,11 +157,12 @@ def _is_in_use(leftover: Path) -> bool:
 
 def _flush_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
-        _flush(path)
-    _flush(folder)
+        flush(path)
+    flush(folder)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """What was written to a file, or a folder's names, is on the disk when this returns."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from kvad.checkpoint.atomic import refused, sweep, write_bytes
+from kvad.checkpoint.atomic import flush, refused, sweep, write_bytes
 from kvad.checkpoint.hub import INDEX, SINGLE, refuse_unreadable
 from kvad.errors import CheckpointError, SaveError
 
@@ -442,7 +442,7 @@ def write_sharded(
             sizes = [held for _, held in temporary]
             final.append(folder / INDEX)
             write_bytes(final[-1], _index([path.name for path in final], sizes))
-        _flush(folder)
+        flush(folder)
     except BaseException as error:
         for path in [*final, *(path for path, _ in temporary)]:
             with suppress(OSError):
@@ -486,7 +486,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, s
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:  # the library's name for what the disk says
         raise OSError(str(error)) from error
-    _flush(path)
+    flush(path)
 
 
 def _index(files: Sequence[str], sizes: Sequence[Mapping[str, int]]) -> bytes:
@@ -494,11 +494,3 @@ def _index(files: Sequence[str], sizes: Sequence[Mapping[str, int]]) -> bytes:
     total = sum(size for held in sizes for size in held.values())
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     return (json.dumps(content, ensure_ascii=False, indent=2) + "\n").encode()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, their_activation
-from kvad.checkpoint.families.xglm import LAYER_NAMES
+from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, expressed, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
 
@@ -36,7 +35,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     yield rule("embed.tokens", "biogpt.embed_tokens")
     yield rule("embed.positions", "biogpt.embed_positions")
     for i in range(config.stack.layers):
-        yield from rules_under(f"decoder.layers.{i}", f"biogpt.layers.{i}", LAYER_NAMES)
+        yield from rules_under(f"decoder.layers.{i}", f"biogpt.layers.{i}", FAIRSEQ_LAYER)
     yield rule("decoder.norm", "biogpt.layer_norm")
     yield rule("head", "output_projection")
 

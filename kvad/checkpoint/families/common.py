@@ -26,6 +26,7 @@ from kvad.errors import CheckpointError, ConfigError
 
 __all__ = [
     "ACTIVATIONS",
+    "FAIRSEQ_LAYER",
     "cannot_express",
     "expressed",
     "one_kind",
@@ -50,6 +51,16 @@ ACTIVATIONS = {  # theirs -> ours
     "tanh": "tanh",
 }
 _BACK = {"gelu": "gelu", "gelu_tanh": "gelu_new", "quick_gelu": "quick_gelu", "relu": "relu", "relu2": "relu2"}
+FAIRSEQ_LAYER = {  # ours -> theirs, of a decoder's layer in fairseq's names
+    "mixer.q": "self_attn.q_proj",
+    "mixer.k": "self_attn.k_proj",
+    "mixer.v": "self_attn.v_proj",
+    "mixer.out": "self_attn.out_proj",
+    "norm1": "self_attn_layer_norm",
+    "mlp.up": "fc1",
+    "mlp.down": "fc2",
+    "norm2": "final_layer_norm",
+}
 
 
 def their_activation(ours: str) -> str:

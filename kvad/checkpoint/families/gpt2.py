@@ -12,7 +12,7 @@ from kvad.checkpoint.hf import STACKED_COLUMNS, TRANSPOSED, Family, Fields, Rule
 from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
 from kvad.errors import CheckpointError
 
-__all__ = ["FAMILY"]
+__all__ = ["FAMILY", "layer_rules"]
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -53,14 +53,19 @@ def _activation(fields: Fields) -> Any:
 def rules(config: ModelConfig) -> Iterator[Rule]:
     yield rule("embed.tokens", "transformer.wte")
     yield rule("embed.positions", "transformer.wpe")
+    yield from layer_rules(config)
+    yield rule("decoder.norm", "transformer.ln_f")
+    yield rule("head", "lm_head")
+
+
+def layer_rules(config: ModelConfig) -> Iterator[Rule]:
+    """The layers of GPT and GPT-2, which name them alike."""
     for i in range(config.stack.layers):
         ours, theirs = f"decoder.layers.{i}", f"transformer.h.{i}"
         yield rule(tuple(f"{ours}.mixer.{part}" for part in "qkv"), f"{theirs}.attn.c_attn", STACKED_COLUMNS)
         products = {"mixer.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
         yield from rules_under(ours, theirs, products, TRANSPOSED)
         yield from rules_under(ours, theirs, {"norm1": "ln_1", "norm2": "ln_2"})
-    yield rule("decoder.norm", "transformer.ln_f")
-    yield rule("head", "lm_head")
 
 
 def write(config: ModelConfig) -> dict[str, Any]:

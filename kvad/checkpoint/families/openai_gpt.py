@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvad.checkpoint.families.common import expressed, one_kind
-from kvad.checkpoint.hf import STACKED_COLUMNS, TRANSPOSED, Family, Fields, Rule, rule, rules_under
+from kvad.checkpoint.families.gpt2 import layer_rules
+from kvad.checkpoint.hf import Family, Fields, Rule, rule
 from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
 
 __all__ = ["FAMILY"]
@@ -36,12 +37,7 @@ def read(fields: Fields) -> ModelConfig:
 def rules(config: ModelConfig) -> Iterator[Rule]:
     yield rule("embed.tokens", "transformer.tokens_embed")
     yield rule("embed.positions", "transformer.positions_embed")
-    for i in range(config.stack.layers):
-        ours, theirs = f"decoder.layers.{i}", f"transformer.h.{i}"
-        yield rule(tuple(f"{ours}.mixer.{part}" for part in "qkv"), f"{theirs}.attn.c_attn", STACKED_COLUMNS)
-        products = {"mixer.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-        yield from rules_under(ours, theirs, products, TRANSPOSED)
-        yield from rules_under(ours, theirs, {"norm1": "ln_1", "norm2": "ln_2"})
+    yield from layer_rules(config)
     yield rule("head", "lm_head")
 
 

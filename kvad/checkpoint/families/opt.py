@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, expressed, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import (
     Attention,
@@ -26,17 +26,6 @@ from kvad.config import (
 )
 
 __all__ = ["FAMILY"]
-
-_LAYER = {
-    "mixer.q": "self_attn.q_proj",
-    "mixer.k": "self_attn.k_proj",
-    "mixer.v": "self_attn.v_proj",
-    "mixer.out": "self_attn.out_proj",
-    "norm1": "self_attn_layer_norm",
-    "mlp.up": "fc1",
-    "mlp.down": "fc2",
-    "norm2": "final_layer_norm",
-}
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -74,7 +63,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
     for mine, other in names.items():
         yield rule(mine, f"model.decoder.{other}")
     for i in range(config.stack.layers):
-        yield from rules_under(f"decoder.layers.{i}", f"model.decoder.layers.{i}", _LAYER)
+        yield from rules_under(f"decoder.layers.{i}", f"model.decoder.layers.{i}", FAIRSEQ_LAYER)
     yield rule("head", "lm_head")
 
 

@@ -7,22 +7,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, expressed, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import Attention, Embedding, Layer, ModelConfig, Norm, Plain, SinusoidalPositions, Stack
 
-__all__ = ["FAMILY", "LAYER_NAMES"]
-
-LAYER_NAMES = {
-    "mixer.q": "self_attn.q_proj",
-    "mixer.k": "self_attn.k_proj",
-    "mixer.v": "self_attn.v_proj",
-    "mixer.out": "self_attn.out_proj",
-    "norm1": "self_attn_layer_norm",
-    "mlp.up": "fc1",
-    "mlp.down": "fc2",
-    "norm2": "final_layer_norm",
-}
+__all__ = ["FAMILY"]
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -45,7 +34,7 @@ def read(fields: Fields) -> ModelConfig:
 def rules(config: ModelConfig) -> Iterator[Rule]:
     yield rule("embed.tokens", "model.embed_tokens")
     for i in range(config.stack.layers):
-        yield from rules_under(f"decoder.layers.{i}", f"model.layers.{i}", LAYER_NAMES)
+        yield from rules_under(f"decoder.layers.{i}", f"model.layers.{i}", FAIRSEQ_LAYER)
     yield rule("decoder.norm", "model.layer_norm")
     yield rule("head", "lm_head")
 
