@@ -42,17 +42,11 @@ class Dialogue(Protocol):
         ...
 
 
-def dialogue_of(model: Path, tokenizer: Tokenizer, system: str | None) -> Dialogue:
+def dialogue_of(folder: Path, tokenizer: Tokenizer, system: str | None) -> Dialogue:
     """In the template of the model's folder, where there is one.  ``system``: what the model is told first."""
-    from kvad.checkpoint.folder import locate
-    from kvad.errors import KvadError
     from kvad.text.chat import ChatTemplate
 
-    try:
-        folder = locate(model)
-    except KvadError:
-        folder = model
-    template = ChatTemplate.load(folder) if folder.is_dir() else None
+    template = ChatTemplate.load(folder)
     if template is not None:
         return Templated(template, tokenizer, system)
     if system is not None:

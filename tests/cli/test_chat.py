@@ -228,3 +228,11 @@ def test_a_model_without_a_tokenizer(chat, tmp_path):
 def test_bad_options(chat, tmp_path):
     assert "temperature: -1.0 is out of range" in chat("hi", options=("--temperature", -1)).err
     assert chat("hi", at=tmp_path).code == 2
+
+
+def test_a_name_of_the_hub_has_its_template(chat, tmp_path, monkeypatch):
+    folder = write_model(tmp_path / "chatty")
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    monkeypatch.setattr("kvad.checkpoint.hub._fetch", lambda *_: folder)
+    ran, beside = (chat("hi", options=(*GREEDY, "--system", "S"), at=at) for at in ("kvad-test/chatty", folder))
+    assert ran == beside and ran.code == 0
