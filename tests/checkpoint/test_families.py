@@ -7,6 +7,7 @@ config that goes to their form and comes back as the same model.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvad.checkpoint.export import choose_family
 from kvad.checkpoint.families import FAMILIES, find
 from kvad.checkpoint.hf import Fields, read_tensors, settled, write_tensors
-from kvad.config import Classes
+from kvad.config import Classes, Stack
 from kvad.errors import CheckpointError, UsageError
 from kvad.lab.scenario import Options, prompts_of
 from kvad.lab.verify import verify
@@ -159,6 +161,26 @@ def test_a_dropped_tensor_is_seen(tmp_path: Path) -> None:
 def test_every_family_has_a_case() -> None:
     tested = {oracle.load(*case)[0]["config"]["model_type"] for case in CASES}
     assert set(FAMILIES) <= tested | {"gemma3"}, sorted(set(FAMILIES) - tested)  # its text is read: gemma3_text
+
+
+def test_what_was_read_from_gemma3_is_written_as_its_text(tmp_path: Path) -> None:
+    config = Read("4.57", "gemma3", tmp_path).config
+    family, content = choose_family(config, "gemma3")
+    assert content["model_type"] == "gemma3_text"
+    assert family.read(Fields(content, "config.json")) == config
+
+
+@pytest.mark.parametrize("scale", [2.0, 0.9])
+def test_a_scale_that_is_no_whole_number_s_is_refused(scale: float, tmp_path: Path) -> None:
+    config = Read("4.57", "t5gemma", tmp_path).config
+    assert config.encoder is not None and config.decoder is not None
+
+    def scaled(stack: Stack) -> Stack:
+        kinds = {name: replace(each, mixer=replace(each.mixer, scale=scale)) for name, each in stack.kinds.items()}
+        return replace(stack, kinds=kinds)
+
+    with pytest.raises(CheckpointError, match="t5gemma cannot express"):
+        choose_family(replace(config, encoder=scaled(config.encoder), decoder=scaled(config.decoder)), "t5gemma")
 
 
 # ---------------------------------------------------------------- the cache, for every family

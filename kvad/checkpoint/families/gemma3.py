@@ -13,6 +13,8 @@ __all__ = ["FAMILY"]
 
 
 def read(fields: Fields) -> ModelConfig:
+    if fields.model_type == "gemma3_text":  # as it is written
+        return gemma.read(fields)
     fields.refuse("quantization_config", why="convert the weights to bfloat16 first")
     text = fields.part("text_config")
     tie = fields.content.get("tie_word_embeddings")

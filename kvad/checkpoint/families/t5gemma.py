@@ -155,7 +155,7 @@ def _scalar(mixer: Attention, dim: int) -> int:
     """A whole number, as their class has it; reading it back tells whether it is the same scale."""
     if isinstance(mixer.scale, str):
         return dim if mixer.scale == "default" else 1
-    return round(mixer.scale**-2)
+    return max(1, round(mixer.scale**-2))
 
 
 # ---------------------------------------------------------------- tensors
