@@ -81,7 +81,7 @@ def peak(config: ModelConfig, cache: CacheConfig, groups: Sequence[Group], compu
     scratch = activations = 0
     if config.decoder is not None:
         tokens = decoder_tokens(cache, budget)
-        scratch = _of(list(_decoder_reads(config, config.decoder, cache, groups, tokens)), cache, computed)
+        scratch = _of(list(_decoder_reads(config.decoder, cache, groups, tokens)), cache, computed)
         activations = _decoding(config, config.decoder, cache, tokens, DTYPE_BYTES[computed])
     if config.encoder is not None:
         tokens = encoder_tokens(config, cache, budget)
@@ -135,9 +135,7 @@ class _Read:
         return self.keys * kv_heads * (dim + value_dim)
 
 
-def _decoder_reads(
-    config: ModelConfig, stack: Stack, cache: CacheConfig, groups: Sequence[Group], tokens: int
-) -> Iterator[_Read]:
+def _decoder_reads(stack: Stack, cache: CacheConfig, groups: Sequence[Group], tokens: int) -> Iterator[_Read]:
     for group in groups:
         mixers = dict(_named(stack, index) for index in group.layers)
         slots = group.blocks_per_row * group.block_size

@@ -192,14 +192,14 @@ class Engine:
         """Run the encoder; its answers where they are wanted."""
         hidden, step = self.runner.encode(encoding)
         lengths = [lane.new for lane in step.lanes for _ in range(lane.rows)]
-        rows = list(hidden.split(lengths))
-        outputs: Sequence[Tensor | None] = [None] * len(rows)
+        fine = hidden.isfinite().all(dim=-1).cpu().split(lengths)  # one wait for the device
+        outputs: Sequence[Tensor | None] = [None] * len(lengths)
         if encoding.placed is None:
             wants = [row.group.want for row in encoding.rows]
             outputs = [answer.cpu() for answer in self.runner.answers(hidden, step, lengths, wants)]
         results = []
-        for row, output in zip(rows, outputs, strict=True):
-            finite = bool(row.isfinite().all()) and (output is None or bool(output.isfinite().all()))
+        for row, output in zip(fine, outputs, strict=True):
+            finite = bool(row.all()) and (output is None or bool(output.isfinite().all()))
             results.append(Result(output=output) if finite else Result(fault=FAULT))
         return results
 

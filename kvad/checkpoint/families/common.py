@@ -14,7 +14,6 @@ from kvad.config import (
     Llama3Scaling,
     LongRopeScaling,
     ModelConfig,
-    Norm,
     Rope,
     Scaling,
     Stack,
@@ -202,11 +201,6 @@ def cannot_express(model_type: str, **wrong: bool) -> None:
     for what, found in wrong.items():
         if found:
             raise CheckpointError(f"{model_type} cannot express this model: {what.replace('_', ' ')}")
-
-
-def same_norm(config: ModelConfig, spec: Norm) -> bool:
-    """Whether every layer of the model normalises as ``spec`` does."""
-    return all(layer.norm == spec for layer in config.stack.kinds.values())
 
 
 def rotary(position: object, model_type: str) -> Rope:
