@@ -158,7 +158,8 @@ class ModelConfig:
 class MixerSpec(NamedTuple):
     """What one attention layer asks of a memory.  Layers with equal specs form a cache group and share a table.
 
-    ``cross``: it reads the encoder's output, written once per source.
+    ``cross``: it reads the encoder's output, written once per source.  ``sinks``, ``grain``, ``outer`` and
+    ``renumber`` are a policy's (``cache/policy.py``); what they mean stands at ``step.Reach``.
     """
 
     causal: bool
@@ -167,6 +168,10 @@ class MixerSpec(NamedTuple):
     head_dim: int
     value_dim: int
     cross: bool = False
+    sinks: int = 0
+    grain: int = 1
+    outer: int | None = None
+    renumber: bool = False
 
 
 def head_dim(config: ModelConfig, mixer: Attention) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "BIN_BLOCK",
     "EMPTY_BLOCK",
     "RESERVED_BLOCKS",
+    "Attends",
     "Bias",
     "Buckets",
     "Lane",
@@ -108,6 +109,23 @@ class Step(NamedTuple):
     segments: Tensor | None = None
 
 
+class Attends(Protocol):
+    """What says who an attention layer's queries may see (``config.MixerSpec``)."""
+
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def sinks(self) -> int: ...
+    @property
+    def grain(self) -> int: ...
+    @property
+    def outer(self) -> int | None: ...
+    @property
+    def renumber(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Reach:
     """Who may see whom: the one definition of truth for masks.
@@ -115,10 +133,43 @@ class Reach:
     ``causal``: a query sees keys at its own position and before.  ``window`` counts visible keys, oneself included:
     causal ``0 <= q - k < window``, bidirectional ``|q - k| < window``.  A key at position < 0 is never visible, and
     tokens of different documents never see each other.
+
+    What a policy lets go is a rule of the same kind, so every query of a chunk sees what it would see alone.  ``sinks``:
+    the first so many positions stay visible beside the window (Xiao et al. 2023, StreamingLLM).  ``grain``: the window
+    begins at a multiple of it, so that whole blocks leave at once.  ``renumber``: distances are those of a row whose
+    kept tokens are numbered without a gap: a sink is at most ``sinks + window - 1`` away.  ``outer``: the layer's own
+    window, where a policy's is narrower.
+
+        window 4, sinks 2, q = 9:  sees 0 1 | 6 7 8 9;  renumbered, q is 5, and its keys are 0 1 2 3 4 5
     """
 
     causal: bool = True
     window: int | None = None
+    sinks: int = 0
+    grain: int = 1
+    outer: int | None = None
+    renumber: bool = False
+
+    @staticmethod
+    def of(mixer: Attends) -> Reach:
+        return Reach(mixer.causal, mixer.window, mixer.sinks, mixer.grain, mixer.outer, mixer.renumber)
+
+    @property
+    def turns(self) -> bool:
+        """Whether a sink's distance is another than the difference of positions."""
+        return self.renumber and self.sinks > 0 and self.window is not None
+
+    def oldest(self, query: int) -> int:
+        """The first position behind the sinks that a query at ``query`` may see."""
+        if self.window is None:
+            return 0
+        first = max(0, query - self.window + 1)
+        return -(-first // self.grain) * self.grain
+
+    def renumbered(self, query: Tensor) -> Tensor:
+        """What a query's position counts as, seen from a sink."""
+        assert self.window is not None
+        return query.clamp(max=self.sinks + self.window - 1)
 
     def allows(self, q: Mark, k: Mark) -> Tensor:
         """Visibility [..., L, S] of keys ``k`` ([..., S]) to queries ``q`` ([..., L])."""
@@ -127,7 +178,9 @@ class Reach:
         if self.causal:
             seen = seen & (ahead >= 0)
             if self.window is not None:
-                seen = seen & (ahead < self.window)
+                seen = seen & self._recent(q, k, ahead)
+            if self.outer is not None:
+                seen = seen & (self.distance(q.position, k.position) < self.outer)
         elif self.window is not None:
             seen = seen & (ahead.abs() < self.window)
         else:
@@ -135,6 +188,24 @@ class Reach:
         if q.document is not None and k.document is not None:
             seen = seen & (q.document.unsqueeze(-1) == k.document.unsqueeze(-2))
         return seen
+
+    def _recent(self, q: Mark, k: Mark, ahead: Tensor) -> Tensor:
+        assert self.window is not None
+        if self.grain == 1:
+            recent = ahead < self.window
+        else:
+            first = (q.position - self.window + 1).clamp(min=0)
+            first = (first + self.grain - 1) // self.grain * self.grain
+            recent = k.position.unsqueeze(-2) >= first.unsqueeze(-1)
+        return recent | (k.position < self.sinks).unsqueeze(-2) if self.sinks else recent
+
+    def distance(self, q: Tensor, k: Tensor) -> Tensor:
+        """q - k [..., L, S] as a position encoding is to see it, of positions q [..., L] and k [..., S]."""
+        behind = q.unsqueeze(-1) - k.unsqueeze(-2)
+        if not self.turns:
+            return behind
+        far = self.renumbered(q).unsqueeze(-1) - k.unsqueeze(-2)
+        return far.where((k < self.sinks).unsqueeze(-2), behind)
 
 
 class Rotary(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvad.cache.sizing import CacheConfig
+from kvad.config import mixers
 from kvad.engine.engine import Engine
 from kvad.engine.request import Result, Sampling
 from kvad.model.fresh import Fresh
@@ -122,11 +123,17 @@ def fill_unowned(engine: Engine, value: float) -> None:
 
 @torch.inference_mode()
 def uncached(
-    model: Transformer, tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None
+    model: Transformer,
+    tokens: Sequence[int],
+    limit: int | None = None,
+    source: Sequence[int] | None = None,
+    cache: CacheConfig | None = None,
 ) -> Tensor:
-    """[T, V] from Fresh; ``limit``: the length that the row may reach (it decides the rotary regime)."""
+    """[T, V] from Fresh; ``limit``: the length that the row may reach (it decides the rotary regime); ``cache``: whose
+    policy says what a query may see."""
     step = fresh_step(tokens, limit, source)
-    return model.logits(model(step, Fresh(model.config, kernel="reference")), step.wanted)
+    specs = None if cache is None else cache.narrowed(mixers(model.config))
+    return model.logits(model(step, Fresh(model.config, specs=specs, kernel="reference")), step.wanted)
 
 
 def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None) -> Step:
@@ -137,13 +144,13 @@ def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence
     return Step(ids, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits, source=read)
 
 
-def worst(model: Transformer, streams: Sequence[Stream], run: Run) -> float:
-    """max |dlogit| of a run against Fresh, over every sampled position of every stream."""
+def worst(model: Transformer, streams: Sequence[Stream], run: Run, cache: CacheConfig | None = None) -> float:
+    """max |dlogit| of a run against Fresh (under the cache's policy), over every sampled position of every stream."""
     largest = 0.0
     for number, stream in enumerate(streams):
         for sample in range(len(stream.continuations)):
             tokens = stream.tokens(sample)
-            right = uncached(model, tokens, source=stream.source)
+            right = uncached(model, tokens, source=stream.source, cache=cache)
             got = run.logits[number, sample]
             assert sorted(got) == list(range(len(stream.prompt) - 1, len(tokens) - 1)), "a position was never sampled"
             for position, logits in got.items():

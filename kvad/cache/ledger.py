@@ -1,10 +1,11 @@
 """Which blocks a row may read and where it writes: the host face of the cache.  Integers only, no torch.
 
-A row sits in a seat (its index, kept for life).  In each cache group it holds the blocks of the logical blocks
-``first, first + 1, ...``, so that position p of a paged group lies in slot ``blocks[p // bs - first] * bs + p % bs``.
-A group with one block per row (contiguous) is a ring: slot ``block * bs + p % bs``.
+A row sits in a seat (its index, kept for life).  Position p belongs to its logical block ``p // bs``.  In each cache
+group the row holds its blocks in order, but for a ``gap``: so many logical blocks, behind those that hold sinks, that no
+query can see any more.  A group with one block per row (contiguous) is a ring behind its sinks.
 
-    bs = 4, blocks = [7, 3], first = 2:  positions 8..11 in block 7, 12..15 in block 3;  position 13 = slot 3*4 + 1.
+    bs = 4, no sinks,  gap = 2, blocks = [7, 3]:     positions 8..11 in block 7, 12..15 in block 3;  13 = slot 3*4 + 1
+    bs = 4, 3 sinks,   gap = 2, blocks = [5, 7, 3]:  positions 0..3 in block 5, 12..15 in block 7, 16..19 in block 3
 
 Promises:
 
@@ -30,7 +31,7 @@ from typing import NamedTuple
 from kvad.cache.blocks import BlockPool, Hash, Prefix, Prefixes, digest
 from kvad.cache.sizing import Group
 from kvad.cache.sources import PlacedSources, Source, Sources
-from kvad.step import Moves
+from kvad.step import Moves, Reach
 
 __all__ = ["Ledger", "LedgerStats", "Placed", "Span"]
 
@@ -76,11 +77,11 @@ class LedgerStats:
 class _Hold:
     """One row's blocks in one group."""
 
-    __slots__ = ("base", "blocks", "first")
+    __slots__ = ("base", "blocks", "gap")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
-        self.first = 0  # logical number of blocks[0]
+        self.gap = 0  # logical blocks that are held no more
         self.base = 0  # position + base = slot, within the block that is being written
 
 
@@ -103,7 +104,7 @@ class _Seat:
         self.tip = self.root
         self.tail: list[int] = []
         for hold in self.holds:
-            hold.blocks, hold.first = [], 0
+            hold.blocks, hold.gap = [], 0
 
 
 class Ledger:
@@ -121,7 +122,9 @@ class Ledger:
         self._prefixes = Prefixes(hasher)
         self._ring = tuple(group.blocks_per_row == 1 for group in self.own)
         self._sizes = tuple(group.block_size for group in self.own)
-        self._windows = tuple(NEVER if g.mixer.window is None else g.mixer.window for g in self.own)
+        self._reaches = tuple(Reach.of(group.mixer) for group in self.own)
+        self._windows = tuple(NEVER if reach.window is None else reach.window for reach in self._reaches)
+        self._sinks = tuple(-(-reach.sinks // group.block_size) for reach, group in zip(self._reaches, self.own, strict=True))
         # A row of one block can share no full block and leave one token to compute: nothing to publish.
         self.prefix = prefix and bool(self.own) and not any(self._ring)
         assert not self.prefix or len(set(self._sizes)) == 1, "prefix reuse needs one block size"
@@ -160,8 +163,9 @@ class Ledger:
         length = len(chain) * self._sizes[0]
         for index, hold in enumerate(seat.holds):
             pool = self.pools[index]
-            hold.first = self._first_needed(index, length)
-            for prefix in chain[hold.first :]:
+            sinks, first = self._sinks[index], self._first_needed(index, length)
+            hold.gap = first - sinks
+            for prefix in chain[:sinks] + chain[first:]:
                 block = pool.find(prefix)
                 assert block is not None
                 pool.acquire(block)
@@ -186,11 +190,13 @@ class Ledger:
             if self._ring[index]:
                 new.blocks = list(old.blocks) if length else []
             else:
-                new.first = max(old.first, self._first_needed(index, length))
+                sinks = self._sinks[index]
+                first = max(sinks + old.gap, self._first_needed(index, length))
                 stop = -(-length // self._sizes[index])
-                new.blocks = old.blocks[new.first - old.first : max(0, stop - old.first)]
-                if not new.blocks:
-                    new.first = length // self._sizes[index]
+                new.gap = first - sinks
+                new.blocks = old.blocks[: min(sinks, stop)] + old.blocks[first - old.gap : max(0, stop - old.gap)]
+                if len(new.blocks) <= sinks:
+                    new.gap = max(0, length // self._sizes[index] - sinks)
             for block in new.blocks:
                 self.pools[index].acquire(block)
         twin.length, twin.reach = length, max(length, seat.reach if any(self._ring) else length)
@@ -215,11 +221,12 @@ class Ledger:
             return 0
         for index, hold in enumerate(seat.holds):
             if not self._ring[index]:
-                keep = max(0, -(-length // self._sizes[index]) - hold.first)
+                sinks, stop = self._sinks[index], -(-length // self._sizes[index])
+                keep = stop if stop <= sinks else max(sinks, stop - hold.gap)
                 _release(self.pools[index], hold.blocks[keep:])
                 hold.blocks = hold.blocks[:keep]
-                if not keep:
-                    hold.first = min(hold.first, length // self._sizes[index])
+                if keep <= sinks:
+                    hold.gap = min(hold.gap, max(0, length // self._sizes[index] - sinks))
         seat.tip, seat.tail = self._history(seat, length)
         seat.length = length
         seat.since = NEVER
@@ -390,14 +397,17 @@ class Ledger:
         assert len(hold.blocks) <= group.blocks_per_row, f"{where}: more blocks than a row may have"
         assert seat.length <= seat.reach, f"{where}: committed {seat.length}, wrote up to {seat.reach}"
         if self._ring[index]:
-            assert hold.first == 0 and len(hold.blocks) == bool(seat.length or hold.blocks), f"{where}: no ring"
+            assert hold.gap == 0 and len(hold.blocks) == bool(seat.length or hold.blocks), f"{where}: no ring"
             return
-        end = (hold.first + len(hold.blocks)) * group.block_size
-        needed = max(0, seat.length - self._windows[index] + 1)
-        if needed < seat.length:  # else its next query sees nothing but itself
-            assert hold.first * group.block_size <= needed, f"{where}: its window is not held"
+        sinks = self._sinks[index]
+        end = (hold.gap + len(hold.blocks)) * group.block_size
+        needed = self._reaches[index].oldest(seat.length)
+        if needed < seat.length:  # else its next query sees nothing but itself, and sinks
+            assert not hold.gap or (hold.gap + sinks) * group.block_size <= needed, f"{where}: its window is not held"
             assert end >= seat.length, f"{where}: {seat.length} tokens, blocks up to {end}"
-        for logical, block in enumerate(hold.blocks, hold.first):
+        assert not hold.gap or len(hold.blocks) >= sinks, f"{where}: its sinks are not held"
+        for place, block in enumerate(hold.blocks):
+            logical = place if place < sinks else place + hold.gap
             prefix = self.pools[index].prefixes[block]
             assert prefix is None or prefix.depth == logical + 1, f"{where}: block {block} is published elsewhere"
 
@@ -413,16 +423,22 @@ class Ledger:
         return Moves((nothing,) * len(self.groups), (nothing,) * len(self.groups))
 
     def _first_needed(self, index: int, start: int) -> int:
-        """The first logical block that a query at position ``start`` may see: of position start - window + 1."""
-        return max(0, start - self._windows[index] + 1) // self._sizes[index]
+        """The first logical block, behind those of sinks, that a query at position ``start`` may see."""
+        if self._windows[index] == NEVER:
+            return 0
+        return max(self._reaches[index].oldest(start) // self._sizes[index], self._sinks[index])
 
     def _window_held(self, seat: _Seat, length: int) -> bool:
         """Does every group still hold the keys that a query at position ``length`` needs?"""
         for index, hold in enumerate(seat.holds):
-            needed = max(0, length - self._windows[index] + 1)
+            reach, size = self._reaches[index], self._sizes[index]
+            needed = reach.oldest(length)
             if needed >= length:
-                continue  # it sees nothing but itself
-            oldest = seat.reach - self._sizes[index] if self._ring[index] else hold.first * self._sizes[index]
+                continue  # it sees nothing but itself, and sinks
+            if self._ring[index]:
+                oldest = 0 if seat.reach <= size else seat.reach - (size - reach.sinks)
+            else:
+                oldest = (hold.gap + self._sinks[index]) * size if hold.gap else 0
             if oldest > needed:
                 return False
         return True
@@ -444,9 +460,12 @@ class Ledger:
         for index, window in enumerate(self._windows):
             if window != NEVER:
                 run = 0  # blocks present without a gap, up to here
+                sinks = self._sinks[index]
+                rooted = True  # so are those of sinks
                 for depth, prefix in enumerate(chain, 1):
                     run = run + 1 if self.pools[index].find(prefix) is not None else 0
-                    usable[depth] &= run >= depth - self._first_needed(index, depth * size)
+                    rooted &= depth > sinks or run == depth
+                    usable[depth] &= rooted and run >= depth - self._first_needed(index, depth * size)
         depth = max(depth for depth, ok in enumerate(usable) if ok)
         return chain[:depth]
 
@@ -472,9 +491,9 @@ class Ledger:
             if tip is None:  # its digest is another history's: this row publishes no more
                 seat.tip, seat.tail = None, []
                 return
-            for hold, pool in zip(seat.holds, self._pools, strict=True):
-                place = tip.depth - 1 - hold.first
-                if place >= 0:
+            for hold, pool, sinks in zip(seat.holds, self._pools, self._sinks, strict=True):
+                place = _place(tip.depth - 1, sinks, hold.gap)
+                if place is not None:
                     pool.publish(hold.blocks[place], tip)
             seat.tip = tip
             at += size
@@ -511,10 +530,11 @@ class Ledger:
         return Moves(tuple(clears), tuple(copies))
 
     def _passed(self, index: int, hold: _Hold, start: int) -> int:
-        """How many of the row's first blocks no query from ``start`` on can see."""
-        if self._ring[index]:
+        """How many of the row's first blocks, behind those of sinks, no query from ``start`` on can see."""
+        if self._ring[index] or self._windows[index] == NEVER:
             return 0
-        return min(len(hold.blocks), max(0, self._first_needed(index, start) - hold.first))
+        sinks = self._sinks[index]
+        return max(0, min(len(hold.blocks) - sinks, self._first_needed(index, start) - sinks - hold.gap))
 
     def _enough(self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> bool:
         """Would :meth:`_grow_group` find enough blocks?  It counts as that does, and changes nothing."""
@@ -522,15 +542,16 @@ class Ledger:
         left: dict[int, int] = {}  # references after the releases counted so far
         for row, start, _ in spans:
             hold = self._seat(row).holds[index]
-            for block in hold.blocks[: self._passed(index, hold, start)]:
+            sinks = self._sinks[index]
+            for block in hold.blocks[sinks : sinks + self._passed(index, hold, start)]:
                 left[block] = left.get(block, pool.refs[block]) - 1
                 gain += left[block] == 0
         for row, start, count in spans:
             hold = self._seat(row).holds[index]
             low, high = self._touched(index, start, start + count)
-            have = hold.first + len(hold.blocks)
-            need += max(0, high - have)
-            for block in hold.blocks[low - hold.first : max(0, high - hold.first)]:
+            need += max(0, high - hold.gap - len(hold.blocks))
+            gap = hold.gap if low >= self._sinks[index] else 0
+            for block in hold.blocks[low - gap : high - gap]:
                 refs = left.get(block, pool.refs[block])
                 if self._shared(pool, block, refs):
                     need += 1
@@ -548,14 +569,16 @@ class Ledger:
             hold = self._seat(row).holds[index]
             passed = self._passed(index, hold, start)
             if passed:
-                for block in hold.blocks[:passed]:
+                sinks = self._sinks[index]
+                for block in hold.blocks[sinks : sinks + passed]:
                     pool.release(block)
-                hold.blocks = hold.blocks[passed:]
-                hold.first += passed
+                del hold.blocks[sinks : sinks + passed]
+                hold.gap += passed
         for row, start, count in spans:
             hold = self._seat(row).holds[index]
             low, high = self._touched(index, start, start + count)
-            for place in range(low - hold.first, high - hold.first):
+            gap = hold.gap if low >= self._sinks[index] else 0
+            for place in range(low - gap, high - gap):
                 if place == len(hold.blocks):
                     hold.blocks.append(pool.take()[0])
                     clear.append(hold.blocks[place])
@@ -564,7 +587,7 @@ class Ledger:
                 if not self._shared(pool, block, pool.refs[block]):
                     continue
                 target = hold.blocks[place] = pool.take()[0]
-                kept = min(start, size) if ring else max(0, start - (place + hold.first) * size)
+                kept = min(start, size) if ring else max(0, start - (place + gap) * size)
                 if kept:
                     copy.append((block, target, kept))
                 else:
@@ -586,18 +609,43 @@ class Ledger:
             size, ring, at = self._sizes[index], self._ring[index], start
             group = self.groups[index]
             assert len(hold.blocks) <= group.blocks_per_row, f"a row outgrows its {group.blocks_per_row} blocks"
-            assert not ring or end <= size or (self._windows[index] + end - start - 1 <= size), "a span outgrows a ring"
+            window, sinks = self._windows[index], self._sinks[index]
+            held = self._reaches[index].sinks + window + end - start - 1
+            assert not ring or end <= size or held <= size, "a span outgrows a ring"
+            stop = at
             while at < end:
-                logical = at // size
-                stop = min(end, (logical + 1) * size)
-                hold.base = (hold.blocks[0 if ring else logical - hold.first] - logical) * size
-                slots[index].extend(range(hold.base + at, hold.base + stop))
-                at = stop
+                if ring:
+                    hold.base, stop = _in_ring(hold.blocks[0], size, self._reaches[index].sinks, at)
+                else:
+                    logical = at // size
+                    stop = (logical + 1) * size
+                    hold.base = (hold.blocks[logical if logical < sinks else logical - hold.gap] - logical) * size
+                slots[index].extend(range(hold.base + at, hold.base + min(stop, end)))
+                at = min(stop, end)
             tables[index].append(hold.blocks)
-            fast = min(fast, -(-end // size) * size)  # the end of the block that is being written
-            if not ring and self._windows[index] != NEVER:  # and before its first block leaves the window
-                fast = min(fast, (hold.first + 1) * size + self._windows[index] - 1)
+            fast = min(fast, stop)  # the end of the block that is being written
+            if not ring and window != NEVER:  # and before its first block leaves the window
+                fast = min(fast, (hold.gap + sinks + 1) * size + window - self._reaches[index].grain)
         seat.since, seat.fast = end, fast
+
+
+def _place(logical: int, sinks: int, gap: int) -> int | None:
+    """Where a logical block stands among those of its row; None where it is held no more."""
+    if logical < sinks:
+        return logical
+    return None if logical < sinks + gap else logical - gap
+
+
+def _in_ring(block: int, size: int, sinks: int, at: int) -> tuple[int, int]:
+    """(base, stop): positions from ``at`` to ``stop`` lie at ``base + position`` of a row of one block.
+
+    size 8, 2 sinks: 0 1 | 2 3 4 5 6 7, then 8..13 where 2..7 were
+    """
+    if at < sinks:
+        return block * size, size
+    turn = size - sinks
+    rounds = (at - sinks) // turn
+    return block * size - rounds * turn, sinks + (rounds + 1) * turn
 
 
 def _release(pool: BlockPool, blocks: list[int]) -> None:

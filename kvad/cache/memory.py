@@ -14,6 +14,7 @@ Memory must never choose: which block, which row, what to drop are the ledger's 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from kvad.cache.sizing import Group
 from kvad.errors import CacheError
 from kvad.ops.attend import Kernel, Reading
 from kvad.ops.lanes import Probe, lane_spans, observe
-from kvad.ops.rotary import Angles
+from kvad.ops.rotary import Angles, rotate_rows
 from kvad.step import Lane, Mark, Moves, Place, Reach, Score, Step, View
 
 __all__ = ["Memory"]
@@ -32,8 +33,10 @@ __all__ = ["Memory"]
 class Memory:
     """Stores for every layer of a model, allocated once.
 
-    ``dtype`` is how keys and values are stored; they are widened to the query's dtype when read.  ``probe`` is shown
-    what every layer sees (a debugger's and ``kvad verify``'s seam); it costs the fused kernel.
+    ``dtype`` is how keys and values are stored; they are widened to the query's dtype when read.  ``rotate``: whether
+    RoPE turns keys as they are stored or as they are read; ``exact``: its angles are computed in float64, for rows
+    without an end.  ``probe`` is shown what every layer sees (a debugger's and ``kvad verify``'s seam); it costs the
+    fused kernel.
     """
 
     def __init__(
@@ -42,11 +45,14 @@ class Memory:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        rotate: Literal["write", "read"] = "write",
+        exact: bool = False,
         kernel: Kernel = "auto",
         probe: Probe | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.kernel, self.probe = kernel, probe
+        self.rotates_on_read, self.exact = rotate == "read", exact
         layers = sum(len(group.layers) for group in self.groups)
         self.keys: list[Tensor] = [torch.empty(0)] * layers
         self.values: list[Tensor] = [torch.empty(0)] * layers
@@ -95,7 +101,7 @@ class Memory:
 
     def open(self, step: Step) -> Sequence[View]:
         """Mark the new tokens' slots and build one view per layer; masks and indices are made once per group."""
-        angles = Angles(step.positions)
+        angles = Angles(step.positions, exact=self.exact)
         views: list[View | None] = [None] * len(self.keys)
         sources = iter(() if step.source is None else step.source.places)
         nothing = Place(step.positions, ())  # of a step that is all source
@@ -130,7 +136,8 @@ class _Reads:
         self.lanes: Sequence[Lane] = step.lanes if place.lanes is None else place.lanes
         self.spans = lane_spans(self.lanes)
         self.kernel, self.probe = memory.kernel, memory.probe
-        reach = Reach(group.mixer.causal, group.mixer.window)
+        reach = Reach.of(group.mixer)
+        self.turning, self.exact = memory.rotates_on_read, memory.exact
         self.tables, self.readings = [], []
         for lane, (low, high), blocks in zip(self.lanes, self.spans, place.tables, strict=True):
             table = Table(blocks, group.block_size, lane.read)
@@ -142,9 +149,12 @@ class _Reads:
         outs = []
         for number, lane in enumerate(self.lanes):
             low, high = self.spans[number]
-            queries = q[low:high].unflatten(0, (lane.rows, lane.new))
+            queries, at = q[low:high].unflatten(0, (lane.rows, lane.new)), slice(low, high)
             k, v = read(keys, self.tables[number]), read(values, self.tables[number])
-            outs.append(observe(layer, number, queries, k, v, self.readings[number], score, self.kernel, self.probe))
+            reading = self.readings[number]
+            if self.turning and score.rotary is not None:
+                k = rotate_rows(k, reading.keys.position, score.rotary, at, exact=self.exact)
+            outs.append(observe(layer, number, queries, k, v, reading, score, self.kernel, self.probe, at))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
 
 
@@ -166,7 +176,8 @@ class _MemoryView:
         shared, written = self._shared, self._shared.written
         _refuse_gradients(q, k, v)
         if score.rotary is not None:
-            q, k = shared.angles.rotate(q, score.rotary), shared.angles.rotate(k, score.rotary)
+            q = shared.angles.rotate(q, score.rotary)
+            k = k if shared.read.turning else shared.angles.rotate(k, score.rotary)
         write(self._keys, written.blocks, written.offsets, k)
         write(self._values, written.blocks, written.offsets, v)
         return shared.read.attend(self._layer, q, self._keys, self._values, score)

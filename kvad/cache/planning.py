@@ -22,11 +22,11 @@ from kvad.cache.available import available_bytes
 from kvad.cache.peak import peak
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
 from kvad.cache.weights import lookup_bytes, weight_bytes, weight_shapes
-from kvad.config import Experts, ModelConfig, mixers
+from kvad.config import Experts, ModelConfig, OwnPositions, mixers
 from kvad.errors import ConfigError, MemoryPlanError, nearest
 from kvad.step import RESERVED_BLOCKS
 
-__all__ = ["BUDGET", "GroupPlan", "MemoryPlan", "available_bytes", "fits", "plan_memory", "require", "step_bytes"]
+__all__ = ["BUDGET", "GroupPlan", "MemoryPlan", "available_bytes", "check_policy", "fits", "plan_memory", "require", "step_bytes"]
 
 BUDGET = 2048  # new tokens of a step, unless the engine is told otherwise
 
@@ -101,6 +101,36 @@ class MemoryPlan:
         return self.weights + self.pool + self.scratch + self.activations
 
 
+def check_policy(config: ModelConfig, cache: CacheConfig) -> None:
+    """ConfigError where a row cannot go on for ever: it says which encoding forbids it, and what fits.
+
+    Positions that are added to the embeddings are baked into keys and values, and nothing can number them anew; a
+    rotation and a bias are made of distances, which a window bounds (DESIGN: positions under eviction).
+    """
+    if not cache.endless or config.decoder is None:
+        return
+    added = config.embed.position
+    if added is not None:
+        raise ConfigError(
+            f"endless: {added.kind} positions are part of every key and value and cannot be numbered anew",
+            "rows of this model end at its limit: say what then (--on-full stop)",
+        )
+    for mixer in cache.narrowed(mixers(config)):
+        if mixer.cross or mixer.window is None:
+            continue  # groups() refuses a layer without a window
+        if mixer.sinks + mixer.window > config.limit:
+            raise ConfigError(
+                f"endless: {mixer.sinks + mixer.window} tokens kept, the model knows distances up to {config.limit}",
+                f"keep at most {config.limit}",
+            )
+    for kind in config.decoder.kinds.values():
+        own = kind.mixer.position
+        if isinstance(own, OwnPositions) and any(mixer.renumber for mixer in cache.narrowed(mixers(config))):
+            raise ConfigError(
+                f"endless: {own.name} says nothing of positions that are numbered anew", "take window(n), without sinks"
+            )
+
+
 def plan_memory(
     config: ModelConfig, cache: CacheConfig, *, weights_dtype: str = "float32", budget: int = BUDGET
 ) -> MemoryPlan:
@@ -116,6 +146,7 @@ def plan_memory(
 
 
 def _plan(config: ModelConfig, cache: CacheConfig, weights_dtype: str, budget: int, weights: int) -> MemoryPlan:
+    check_policy(config, cache)
     made = groups(mixers(config), cache)
     passing = peak(config, cache, made, weights_dtype, budget)
     return MemoryPlan(

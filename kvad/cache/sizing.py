@@ -12,15 +12,19 @@ Layers with equal specs share a table: one :class:`Group`.  A row of length ``n`
 
     W = 6, C = 4, block_size = 4, p = 9:  keys 4..12 = slots of the blocks 1, 2, 3;  ceil(9 / 4) + 1 = 4 are enough.
 
+* a window with sinks (``policy.py``): the blocks of the sinks beside that.
+
 Contiguous is paged with one block per row (``block_size`` = the whole row, or the whole ring of a window).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
+from kvad.cache.policy import Full, Policy, narrowed, parse_policy
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
 from kvad.step import RESERVED_BLOCKS
@@ -53,8 +57,14 @@ class CacheConfig:
     blocks: int | None = None  # paged: usable blocks of a full group; None = enough for rows x capacity
     prefix: bool = True  # reuse the blocks of equal prefixes (paged only: a contiguous row is one block)
     source_capacity: int = 0  # tokens of the longest source of an encoder-decoder; no-op for other models
+    policy: str = "full"  # what stays of a row: policy.py
+    endless: bool = False  # rows go on past the model's limit: no layer may keep everything
+    rotate: Literal["write", "read"] = "write"  # when RoPE turns a key: as it is stored, or each time it is read
 
     def __post_init__(self) -> None:
+        parse_policy(self.policy)
+        if self.rotate not in ("write", "read"):
+            raise ConfigError(f"cache.rotate: {self.rotate!r}", nearest(self.rotate, ("write", "read")))
         if self.layout not in ("paged", "contiguous"):
             raise ConfigError(f"cache.layout: {self.layout!r}", nearest(self.layout, ("paged", "contiguous")))
         if self.dtype not in DTYPE_BYTES:
@@ -65,6 +75,16 @@ class CacheConfig:
             _at_least(1, "blocks", self.blocks)
         if self.blocks is not None and self.layout == "contiguous":
             raise ConfigError("cache.blocks: a contiguous cache has one block per row", "set cache.rows")
+
+    @cached_property
+    def kept(self) -> Policy:
+        """The policy itself."""
+        return Full() if self.policy == "full" else parse_policy(self.policy)
+
+    def narrowed(self, mixers: Sequence[MixerSpec]) -> tuple[MixerSpec, ...]:
+        """A model's layers as this cache lets them see: what an uncached judge of it has to see, too."""
+        grain = 1 if self.layout == "contiguous" else self.block_size
+        return narrowed(mixers, self.kept, grain, renumber=self.endless)
 
 
 def _at_least(least: int, name: str, value: object) -> None:
@@ -111,15 +131,18 @@ class Fit(NamedTuple):
     bytes: int
 
 
-def groups(mixers: Iterable[MixerSpec], config: CacheConfig) -> tuple[Group, ...]:
-    """Cache groups in the order of their first layer.  ConfigError for layers that cannot be cached."""
+def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...]:
+    """Cache groups in the order of their first layer.  ConfigError for layers that cannot be cached, or not so."""
     layers: dict[MixerSpec, list[int]] = {}
-    for index, mixer in enumerate(mixers):
+    for index, mixer in enumerate(config.narrowed(mixers)):
         if not mixer.causal and not mixer.cross:
             raise ConfigError(
                 f"layer {index} is bidirectional: every new token changes the keys of the ones before it",
                 "a bidirectional model runs without a cache",
             )
+        if config.endless and mixer.window is None and not mixer.cross:
+            hint = f"take a policy that drops old ones: sinks(4, {max(1, config.capacity - 4)})"
+            raise ConfigError(f"cache.endless: layer {index} keeps all tokens of a row", hint)
         layers.setdefault(mixer, []).append(index)
     if config.blocks is not None and layers and all(mixer.window is not None for mixer in layers):
         raise ConfigError("cache.blocks: every layer has a window, whose size follows from cache.rows and cache.chunk")
@@ -133,10 +156,13 @@ def _group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig) -> Gr
     if mixer.window is not None:
         slots = mixer.window + min(config.chunk, config.capacity) - 1
     if config.layout == "contiguous":
-        return Group(mixer, layers, min(slots, config.capacity), config.rows + RESERVED_BLOCKS, 1)
+        slots += mixer.sinks
+        most = slots if config.endless else config.capacity
+        return Group(mixer, layers, min(slots, most), config.rows + RESERVED_BLOCKS, 1)
     whole = _ceil(config.capacity, config.block_size)
     if mixer.window is not None:
-        per_row = min(whole, _ceil(slots, config.block_size) + 1)
+        per_row = _ceil(mixer.sinks, config.block_size) + _ceil(slots, config.block_size) + 1
+        per_row = per_row if config.endless else min(whole, per_row)
         return Group(mixer, layers, config.block_size, config.rows * per_row + RESERVED_BLOCKS, per_row)
     usable = config.rows * whole if config.blocks is None else config.blocks
     return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, whole)

@@ -66,10 +66,10 @@ class _Static(NamedTuple):
 
 
 class StepBuffers:
-    """``with_limits``: whether the model's rotary regime asks for each row's limit."""
+    """``longest``: the model's limit, where its rotary regime asks for each row's; else None."""
 
-    def __init__(self, device: torch.device, *, with_limits: bool) -> None:
-        self.device, self._with_limits = device, with_limits
+    def __init__(self, device: torch.device, *, longest: int | None) -> None:
+        self.device, self._longest = device, longest
         self._buckets: dict[Bucket, _Static] = {}
         self._allocate(SMALLEST)
 
@@ -89,8 +89,8 @@ class StepBuffers:
             wanted.extend(len(tokens) + offset for offset in work.wanted)
             tokens.extend(work.row.tokens[work.start : end])
             positions.extend(range(work.start, end))
-            if self._with_limits:
-                limits.extend([work.row.limit] * work.count)
+            if self._longest is not None:
+                limits.extend([min(work.row.limit, self._longest)] * work.count)
         static.tokens[:] = tokens
         static.positions[:] = positions
         static.wanted[:] = wanted
@@ -107,7 +107,7 @@ class StepBuffers:
     def _bucket(self, bucket: Bucket, own: int) -> _Static:
         static = self._buckets.get(bucket)
         if static is None:
-            sizes = _sizes(bucket, own, self._with_limits)
+            sizes = _sizes(bucket, own, self._longest is not None)
             need = sum(map(_aligned, map(math.prod, sizes)))
             if need > len(self._here):
                 self._allocate(1 << (need - 1).bit_length())
@@ -130,14 +130,14 @@ class StepBuffers:
             at += _aligned(size)
         hosts, tensors = iter(here), iter(there)
         tokens, positions, wanted = next(tensors), next(tensors), next(tensors)
-        limits = next(tensors) if self._with_limits else None
+        limits = next(tensors) if self._longest is not None else None
         places = []
         for group, widths in enumerate(bucket.widths):
             slots = next(tensors) if group < own else None
             tables = tuple(next(tensors) for _ in widths)
             places.append(Place(slots, tables, None if group < own else bucket.cross))
         step = Step(tokens, positions, bucket.lanes, wanted, limits=limits, places=tuple(places))
-        first = next(hosts), next(hosts), next(hosts), next(hosts) if self._with_limits else None
+        first = next(hosts), next(hosts), next(hosts), next(hosts) if self._longest is not None else None
         written, filled, strides = [], [], []
         for group, widths in enumerate(bucket.widths):
             if group < own:

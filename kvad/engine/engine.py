@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvad.cache.ledger import Ledger
 from kvad.cache.memory import Memory
+from kvad.cache.planning import check_policy
 from kvad.cache.sizing import CacheConfig, groups
 from kvad.config import mixers
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
@@ -38,6 +39,8 @@ __all__ = ["Engine", "Piece", "StepTimes"]
 # Bytes of weights up to which those that share an input are joined.  In a larger model a kernel's start is nothing
 # beside its reading, and joining would copy weights that are mapped from a file.
 PACKED = 1 << 28
+
+ENDLESS = 1 << 40  # tokens of a row without a limit
 
 _ENCODER_CAN = "it can embed, tag, classify or fill masks, as its head says"
 
@@ -88,9 +91,18 @@ class Engine:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.device = model.table.device
         placed = groups(mixers(model.config), cache)
-        self.memory = Memory(placed, dtype=getattr(torch, cache.dtype), device=self.device, kernel=kernel, probe=probe)
+        self.memory = Memory(
+            placed,
+            dtype=getattr(torch, cache.dtype),
+            device=self.device,
+            rotate=cache.rotate,
+            exact=cache.endless,
+            kernel=kernel,
+            probe=probe,
+        )
         self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows)
-        limit = min(model.config.limit, cache.capacity)
+        check_policy(model.config, cache)
+        limit = ENDLESS if cache.endless else min(model.config.limit, cache.capacity)
         self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=cache.chunk, limit=limit)
         self.runner = Runner(model, self.memory)
         if sum(parameter.nbytes for parameter in model.parameters()) <= PACKED:
@@ -254,7 +266,7 @@ class Engine:
     def _root(self, tokens: Sequence[int], sampling: Sampling, salt: str, source: Sequence[int] | None = None) -> bytes:
         """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
         wanted = len(tokens) + (self._limit if sampling.max_tokens is None else sampling.max_tokens)
-        regime = self.runner.regime(min(self._limit, wanted))
+        regime = self.runner.regime(min(self._limit, wanted, self.model.config.limit))
         name = f"{salt}\0{self.cache.dtype}\0{regime}\0{'' if source is None else list(source)}"
         return hashlib.blake2b(name.encode(), digest_size=16).digest()
 

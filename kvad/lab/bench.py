@@ -271,9 +271,9 @@ class GrownByCat:
     def open(self, step: Step) -> Sequence[View]:
         angles, queries = Angles(step.positions), Mark(step.positions.unsqueeze(0))
         self.positions = torch.cat((self.positions, queries.position), dim=1)
-        reaches = {Reach(spec.causal, spec.window) for spec in self.specs}
+        reaches = {Reach.of(spec) for spec in self.specs}
         readings = {reach: Reading(queries, Mark(self.positions), reach) for reach in reaches}
-        return [_CatView(self, at, readings[Reach(s.causal, s.window)], angles) for at, s in enumerate(self.specs)]
+        return [_CatView(self, at, readings[Reach.of(s)], angles) for at, s in enumerate(self.specs)]
 
 
 class _CatView:

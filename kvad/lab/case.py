@@ -73,8 +73,8 @@ class Case:
         self.columns, self.scores, self.out = seen.positions[r], seen.scores[r], seen.out[r]
         self.new = torch.arange(row.start, row.start + row.num_new)
         mixer = world.books.groups[row.group].mixer
-        self.allowed = Reach(mixer.causal, mixer.window).allows(Mark(self.new), Mark(row.meant))  # [L, S]
-        self.reach = Reach(mixer.causal, mixer.window)
+        self.allowed = Reach.of(mixer).allows(Mark(self.new), Mark(row.meant))  # [L, S]
+        self.reach = Reach.of(mixer)
         self.places = self.allowed.any(dim=0).nonzero().squeeze(-1)  # [S']
         self.meant = row.meant[self.places]
 

@@ -21,10 +21,20 @@ __all__ = ["Fresh", "FreshEncoder"]
 
 
 class Fresh:
-    """``open`` gives one view per decoder layer and one per cross-attention; layers of equal reach share masks."""
+    """``open`` gives one view per decoder layer and one per cross-attention; layers of equal reach share masks.
 
-    def __init__(self, config: ModelConfig, *, kernel: Kernel = "auto", probe: Probe | None = None) -> None:
-        self._specs = mixers(config)
+    ``specs``: the layers as a cache's policy lets them see (``CacheConfig.narrowed``), to judge that cache by.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        specs: Sequence[MixerSpec] | None = None,
+        kernel: Kernel = "auto",
+        probe: Probe | None = None,
+    ) -> None:
+        self._specs = mixers(config) if specs is None else tuple(specs)
         self._kernel, self._probe = kernel, probe
 
     def open(self, step: Step) -> Sequence[View]:
@@ -49,12 +59,12 @@ class FreshEncoder:
 
 
 def _views(specs: Sequence[MixerSpec], step: Step, kernel: Kernel, probe: Probe | None) -> list[View]:
-    angles = Angles(step.positions)
+    angles = Angles(step.positions, exact=any(spec.renumber for spec in specs))
     spans = lane_spans(step.lanes)
     readings: dict[Reach, list[Reading]] = {}
     views: list[View] = []
     for index, spec in enumerate(specs):
-        reach = Reach(spec.causal, spec.window)
+        reach = Reach.of(spec)
         if reach not in readings:
             marks = [_mark(step, lane, span) for lane, span in zip(step.lanes, spans, strict=True)]
             readings[reach] = [Reading(mark, mark, reach) for mark in marks]
@@ -94,7 +104,7 @@ class _FreshView:
             queries = q[low:high].unflatten(0, (lane.rows, lane.new))
             keys = k[low:high].unflatten(0, (lane.rows, lane.new)).transpose(1, 2)
             values = v[low:high].unflatten(0, (lane.rows, lane.new)).transpose(1, 2)
-            outs.append(observe(self._layer, number, queries, keys, values, reading, score, self._kernel, self._probe))
+            outs.append(observe(self._layer, number, queries, keys, values, reading, score, self._kernel, self._probe, slice(low, high)))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
 
     def write(self, k: Tensor, v: Tensor) -> None:
@@ -131,5 +141,6 @@ class _CrossView:
             (low, high), (first, last) = shared.spans[number], shared.sources[number]
             queries, reading = q[low:high].unflatten(0, (lane.rows, lane.new)), shared.readings[number]
             k, v = (x[first:last].unflatten(0, (there.rows, there.new)).transpose(1, 2) for x in (keys, values))
-            outs.append(observe(self._layer, number, queries, k, v, reading, score, self._kernel, self._probe))
+            at = slice(low, high)
+            outs.append(observe(self._layer, number, queries, k, v, reading, score, self._kernel, self._probe, at))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)

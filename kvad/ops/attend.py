@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -50,6 +51,14 @@ class Reading:
         self._visible: Tensor | None = None
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by id, beside what it belongs to: ids are used again
 
+    @cached_property
+    def far(self) -> Tensor | None:
+        """[R, L]: how much nearer than by its position a query is to see a sink; None: no query any nearer."""
+        if not self.reach.turns:
+            return None
+        far = self.queries.position - self.reach.renumbered(self.queries.position)
+        return far if bool(far.any()) else None
+
     def visible(self, low: int, high: int) -> Tensor:
         """[R, high - low, S] of booleans for queries low..high."""
         if not self._small:
@@ -61,12 +70,13 @@ class Reading:
     def bias(self, bias: Slopes | Buckets | Bias, low: int, high: int) -> Tensor:
         """[R, H, high - low, S], what positions add to the logits."""
         if not isinstance(bias, (Slopes, Buckets)):
-            return distance_bias(bias, self.queries.position[:, low:high], self.keys.position)
+            return distance_bias(bias, self.queries.position[:, low:high], self.keys.position, self.reach)
         source = bias.slopes if isinstance(bias, Slopes) else bias.table
         if math.prod(self.shape) * source.shape[-1] > MASK_BUDGET:
-            return distance_bias(bias, self.queries.position[:, low:high], self.keys.position)
+            return distance_bias(bias, self.queries.position[:, low:high], self.keys.position, self.reach)
         if id(source) not in self._biases:
-            self._biases[id(source)] = source, distance_bias(bias, self.queries.position, self.keys.position)
+            made = distance_bias(bias, self.queries.position, self.keys.position, self.reach)
+            self._biases[id(source)] = source, made
         return self._biases[id(source)][1][:, :, low:high]
 
     def queries_at_once(self, heads: int, scores: bool) -> int:
@@ -201,16 +211,19 @@ def _cut(mark: Mark, low: int, high: int) -> Mark:
     return Mark(mark.position[:, low:high], None if mark.document is None else mark.document[:, low:high])
 
 
-def distance_bias(bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor) -> Tensor:
-    """queries [R, L], keys [R, S] (positions) -> [R, H, L, S]."""
+def distance_bias(bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor, reach: Reach | None = None) -> Tensor:
+    """queries [R, L], keys [R, S] (positions) -> [R, H, L, S]; distances as ``reach`` numbers them."""
+    turns = reach is not None and reach.turns
     if not isinstance(bias, (Slopes, Buckets)):
+        assert not turns, "a position encoding of one's own is not renumbered"
         return bias.between(queries, keys)
-    ahead = keys.unsqueeze(-2) - queries.unsqueeze(-1)  # k - q
+    ahead = -reach.distance(queries, keys) if reach is not None else keys.unsqueeze(-2) - queries.unsqueeze(-1)  # k - q
     if isinstance(bias, Slopes):
         slopes = bias.slopes.view(1, -1, 1, 1)
         if bias.rounded:
-            there = slopes.bfloat16() * keys[:, None, None, :].bfloat16()
-            return (there.to(slopes.dtype) - slopes * queries[:, None, :, None].to(slopes.dtype)) * bias.factor
+            from_there = queries if reach is None or not turns else reach.renumbered(queries)
+            there = slopes.bfloat16() * (from_there.unsqueeze(-1) + ahead).unsqueeze(1).bfloat16()
+            return (there.to(slopes.dtype) - slopes * from_there[:, None, :, None].to(slopes.dtype)) * bias.factor
         return -slopes * bias.factor * ahead.abs().unsqueeze(1).to(slopes.dtype)
     bucket = t5_bucket(ahead, bias.table.shape[0], bias.max_distance, bias.bidirectional)
     return F.embedding(bucket, bias.table).permute(0, 3, 1, 2)

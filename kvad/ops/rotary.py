@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvad.step import Rotary
 
-__all__ = ["Angles", "rotate"]
+__all__ = ["Angles", "rotate", "rotate_rows", "turn"]
 
 
 FEW = 32  # tokens; of more, reading x twice costs more than the calls it saves
@@ -32,10 +32,13 @@ class _Tables(NamedTuple):
 
 
 class Angles:
-    """cos and sin of one step's positions, computed once per rotary table and shared by all layers."""
+    """cos and sin of one step's positions, computed once per rotary table and shared by all layers.
 
-    def __init__(self, positions: Tensor) -> None:
-        self._positions = positions
+    ``exact``: angles in float64, for rows without an end: in float32 one is off by 6e-8 of the position, in radians.
+    """
+
+    def __init__(self, positions: Tensor, *, exact: bool = False) -> None:
+        self._positions, self._exact = positions, exact
         self._known: dict[tuple[int, float, torch.dtype], _Tables] = {}
 
     def rotate(self, x: Tensor, rotary: Rotary) -> Tensor:
@@ -50,10 +53,33 @@ class Angles:
         return rotate(x, tables.cos, tables.sin, rotary.interleaved)
 
     def _tables(self, rotary: Rotary, dtype: torch.dtype) -> _Tables:
-        wide = torch.promote_types(rotary.inv_freq.dtype, torch.float32)
+        wide = torch.promote_types(rotary.inv_freq.dtype, torch.float64 if self._exact else torch.float32)
         angle = (self._positions.to(wide).unsqueeze(-1) * rotary.inv_freq.to(wide)).unsqueeze(-2)
         cos, sin = (angle.cos() * rotary.factor).to(dtype), (angle.sin() * rotary.factor).to(dtype)
         return _Tables(rotary.inv_freq, cos, sin, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+def turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice) -> Tensor:
+    """x [R, K, S, D], rotated already, by so many positions further: ``by`` [R, 1] or [R, S].  R(by) R(p) = R(by + p).
+
+    ``at``: the step's tokens of these rows, where frequencies are a row's own.
+    """
+    return _turn(x, by, rotary._replace(factor=1.0), at, torch.float64)
+
+
+def rotate_rows(x: Tensor, positions: Tensor, rotary: Rotary, at: slice, *, exact: bool) -> Tensor:
+    """x [R, K, S, D] at positions [R, S]: what :class:`Angles` does to flat tokens, to keys that were stored without."""
+    return _turn(x, positions, rotary, at, torch.float64 if exact else torch.float32)
+
+
+def _turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice, least: torch.dtype) -> Tensor:
+    freq = rotary.inv_freq
+    if freq.dim() == 2:
+        freq = freq[at].unflatten(0, (x.shape[0], -1))[:, :1]
+    wide = torch.promote_types(freq.dtype, least)
+    angle = (by.to(wide).unsqueeze(-1) * freq.to(wide)).unsqueeze(1)  # [R, 1, S, D_rot/2]
+    cos, sin = (angle.cos() * rotary.factor).to(x.dtype), (angle.sin() * rotary.factor).to(x.dtype)
+    return rotate(x, cos, sin, rotary.interleaved)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

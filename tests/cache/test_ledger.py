@@ -581,7 +581,7 @@ def doctor_window(ledger: Ledger) -> None:
     one = ledger._seats[0]
     assert one is not None
     del one.holds[1].blocks[0]
-    one.holds[1].first += 1
+    one.holds[1].gap += 1
 
 
 def doctor_order(ledger: Ledger) -> None:

@@ -1,0 +1,264 @@
+"""What stays of a row: policies, by name.
+
+A policy is a function of its row's own history: neither neighbours nor a full pool change what it keeps.
+
+``full``                everything
+``window(n)``           the last ``n`` tokens
+``sinks(k, n)``         the first ``k`` and the last ``n`` (Xiao et al. 2023, StreamingLLM)
+``truncate(n)``         at most the last ``n``, dropped a block at a time (first in, first out)
+
+These four say by *position* who stays.  That is a mask (``step.Reach``): every query of a chunk sees what it would see
+alone, so a cache under such a policy is exact against the same model with that mask, whatever the chunks; and blocks
+that no later query can see go back at once.
+
+A policy of each layer: ``"0-3: full; sinks(4, 60)"`` (what no layer is named for stands last).  Several at once:
+``"window(512) + truncate(256)"`` keeps what all of them keep.
+
+Standard library only: sizing and planning read it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvad.config import MixerSpec
+from kvad.errors import ConfigError, nearest
+from kvad.own import load_own
+from kvad.step import Reach
+
+__all__ = ["POLICIES", "Compose", "Full", "PerLayer", "Policy", "Sinks", "Truncate", "Window", "narrowed", "parse_policy"]
+
+
+class Policy:
+    """The base: keeps everything.  Subclasses are frozen dataclasses whose fields are their arguments."""
+
+    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
+        """The layer with what its queries may still see.  A layer whose own window is narrower stays as it is."""
+        return mixer
+
+    def at(self, layer: int) -> Policy:
+        """The policy of one layer."""
+        return self
+
+    def __str__(self) -> str:
+        said = ", ".join(_said(self, each.name) for each in fields(self))  # type: ignore[arg-type]
+        name = next((name for name, made in POLICIES.items() if made is type(self)), None)
+        name = name or f"{type(self).__module__}:{type(self).__qualname__}"
+        return f"{name}({said})" if said else name
+
+
+def _said(policy: Policy, name: str) -> str:
+    return str(getattr(policy, name))
+
+
+@dataclass(frozen=True)
+class Full(Policy):
+    """Everything stays."""
+
+
+@dataclass(frozen=True)
+class Window(Policy):
+    """The last ``size`` tokens stay, the newest included."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        _at_least(1, "window", "size", self.size)
+
+    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
+        return _narrowed(mixer, self.size)
+
+
+@dataclass(frozen=True)
+class Sinks(Policy):
+    """The first ``sinks`` tokens and the last ``window`` stay (Xiao et al. 2023, sec. 3.2)."""
+
+    sinks: int
+    window: int
+
+    def __post_init__(self) -> None:
+        _at_least(1, "sinks", "sinks", self.sinks)
+        _at_least(1, "sinks", "window", self.window)
+
+    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
+        return _narrowed(mixer, self.window, sinks=self.sinks)
+
+
+@dataclass(frozen=True)
+class Truncate(Policy):
+    """At most the last ``size`` tokens stay; the oldest ``block`` (0: the cache's block) leave together."""
+
+    size: int
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least(1, "truncate", "size", self.size)
+        _at_least(0, "truncate", "block", self.block)
+
+    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
+        grain = self.block or block_size
+        if grain > self.size:
+            raise ConfigError(
+                f"cache.policy: {self}: a block of {grain} tokens leaves at once, so nothing would stay",
+                f"keep at least {grain}, or take a smaller block",
+            )
+        return _narrowed(mixer, self.size, grain=grain)
+
+
+def _narrowed(mixer: MixerSpec, window: int, *, sinks: int = 0, grain: int = 1) -> MixerSpec:
+    if mixer.window is not None and mixer.window <= window:
+        return mixer
+    outer = mixer.window if mixer.outer is None else mixer.outer
+    return mixer._replace(window=window, sinks=sinks, grain=grain, outer=outer if sinks else None)
+
+
+@dataclass(frozen=True)
+class PerLayer(Policy):
+    """Another policy for some layers: ``layers`` pairs them (first, last) with theirs; ``rest`` for the others."""
+
+    layers: tuple[tuple[int, int, Policy], ...]
+    rest: Policy = Full()
+
+    def at(self, layer: int) -> Policy:
+        return next((policy for low, high, policy in self.layers if low <= layer <= high), self.rest)
+
+    def __str__(self) -> str:
+        return "; ".join([*(f"{_span(low, high)}: {policy}" for low, high, policy in self.layers), str(self.rest)])
+
+
+@dataclass(frozen=True)
+class Compose(Policy):
+    """What all of them keep.  Of position policies: the narrowest window; sinks stay if all keep them."""
+
+    policies: tuple[Policy, ...]
+
+    def at(self, layer: int) -> Policy:
+        return Compose(tuple(policy.at(layer) for policy in self.policies))
+
+    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
+        each = [policy.narrow(mixer, block_size) for policy in self.policies]
+        narrower = [spec for spec in each if spec != mixer]
+        if not narrower:
+            return mixer
+        first = min(narrower, key=lambda spec: spec.window or MANY)
+        if any(spec.grain != first.grain for spec in narrower):
+            raise ConfigError(f"cache.policy: {self}: windows that move by different steps have no common one")
+        return first._replace(sinks=min(spec.sinks for spec in narrower))
+
+    def __str__(self) -> str:
+        return " + ".join(str(policy) for policy in self.policies)
+
+
+def _span(low: int, high: int) -> str:
+    return f"{low}" if low == high else f"{low}-" if high >= MANY else f"{low}-{high}"
+
+
+MANY = 1 << 40
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "full": Full,
+    "window": Window,
+    "sinks": Sinks,
+    "truncate": Truncate,
+}
+
+
+def _at_least(least: int, policy: str, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"cache.policy: {policy}: {name} must be a whole number of at least {least}, found {value!r}")
+
+
+# ---------------------------------------------------------------- by name
+
+
+_CALL = re.compile(r"([A-Za-z_][\w.-]*(?::[A-Za-z_]\w*)?)(?:\((.*)\))?")
+_LAYERS = re.compile(r"(\d+)(?:(-)(\d+)?)?\s*:\s*(.*)")
+
+
+def parse_policy(text: str) -> Policy:
+    """What a policy's name says; see the head of this file.  ConfigError says what is wrong, and what is near."""
+    parts = [part.strip() for part in text.split(";")]
+    if len(parts) == 1 and not _LAYERS.fullmatch(parts[0]):
+        return _sum(parts[0])
+    layers, rest = [], None
+    for part in parts:
+        found = _LAYERS.fullmatch(part)
+        if found is None and rest is None:
+            rest = _sum(part)
+        elif found is None:
+            raise ConfigError(f"cache.policy: {text!r}: two policies for what is left", "name the layers of one")
+        else:
+            low = int(found[1])
+            high = low if not found[2] else int(found[3]) if found[3] else MANY
+            layers.append((low, high, _sum(found[4])))
+    return PerLayer(tuple(layers), rest or Full())
+
+
+def _sum(text: str) -> Policy:
+    parts = [_one(part.strip()) for part in _split(text, "+")]
+    return parts[0] if len(parts) == 1 else Compose(tuple(parts))
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """At every ``mark`` outside of parentheses."""
+    parts, depth, last = [], 0, 0
+    for at, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if letter == mark and depth == 0:
+            parts.append(text[last:at])
+            last = at + 1
+    return [*parts, text[last:]]
+
+
+def _one(text: str) -> Policy:
+    found = _CALL.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"cache.policy: cannot read {text!r}", "write it as name(number, ...): sinks(4, 1020)")
+    name, said = found[1], found[2]
+    if ":" in name:
+        made = load_own(name, "cache.policy")
+    elif name in POLICIES:
+        made = POLICIES[name]
+    else:
+        raise ConfigError(f"cache.policy: unknown policy {name!r}", nearest(name, POLICIES))
+    values, named = [], dict[str, Any]()
+    for part in (part.strip() for part in _split(said or "", ",")):
+        key, equals, value = part.rpartition("=")
+        if part and equals:
+            named[key.strip()] = _number(value.strip(), text)
+        elif part:
+            values.append(_number(part, text))
+    try:
+        inspect.signature(made).bind(*values, **named)
+    except TypeError as error:
+        takes = ", ".join(str(each) for each in inspect.signature(made).parameters.values())
+        raise ConfigError(f"cache.policy: {text}: {error}", f"it is {name}({takes})") from error
+    policy = made(*values, **named)
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"cache.policy: {name} is no Policy", "derive it from kvad.cache.policy.Policy")
+    return policy
+
+
+def _number(text: str, where: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    if re.fullmatch(r"[A-Za-z_][\w.-]*", text):
+        return text
+    raise ConfigError(f"cache.policy: {where}: cannot read {text!r}", "arguments are numbers: sinks(4, 1020)")
+
+
+def narrowed(mixers: Sequence[MixerSpec], policy: Policy, block_size: int, *, renumber: bool) -> tuple[MixerSpec, ...]:
+    """A model's layers under a policy; cross-attention keeps its source.  ``renumber``: as :class:`kvad.step.Reach`."""
+    made = []
+    for layer, mixer in enumerate(mixers):
+        if not mixer.cross:
+            mixer = policy.at(layer).narrow(mixer, block_size)
+            mixer = mixer._replace(renumber=renumber and Reach.of(mixer._replace(renumber=True)).turns)
+        made.append(mixer)
+    return tuple(made)

@@ -1,0 +1,257 @@
+"""Policies by position, in the oracle: under each, a cache is exact against the model with the same mask.
+
+And rows without an end: what they say is what a row says whose kept tokens are numbered anew at every step, computed
+here by hand, one query at a time, from keys that are kept unrotated.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvad.cache.sizing import CacheConfig
+from kvad.config import mixers
+from kvad.errors import ConfigError
+from kvad.model.transformer import Transformer
+from kvad.ops.attend import distance_bias
+from kvad.ops.rotary import Angles
+from kvad.step import Lane, Score, Step
+from tests.drive import Run, Stream, drive, worst
+from tests.models import NORMS, POSITIONS, VOCAB, build, model_config, pair_config
+from tests.pairwise import Case, full, pairwise
+from tests.test_oracle import HEADS, SCENARIOS, case_id, happened, streams_of, with_sources
+
+KEPT = ("window(7)", "sinks(3, 9)", "truncate(12)", "sinks(5, 1)", "0: full; sinks(2, 6)", "window(16) + truncate(8)")
+AXES = {
+    "layout": ("paged", "contiguous"),
+    "policy": KEPT,
+    "rotate": ("write", "read"),
+    "position": POSITIONS,
+    "norm": NORMS,
+    "heads": HEADS,
+    "scenario": SCENARIOS,
+}
+EXACT = 1e-10
+
+
+def cache_of(case: Case, **change: object) -> CacheConfig:
+    scenario, paged = case["scenario"], case["layout"] == "paged"
+    tight = scenario == "preempted"
+    fields: dict[str, object] = {
+        "layout": case["layout"],
+        "dtype": "float64",
+        "block_size": 4,
+        "rows": 2 if tight and not paged else 4,
+        "capacity": 96,
+        "chunk": 5 if scenario in ("chunked", "mixed") else 32,
+        "blocks": 13 if tight and paged and case["policy"].startswith("0: full") and case["heads"] != "window" else None,
+        "source_capacity": 60,
+        "policy": case["policy"],
+        "rotate": case["rotate"],
+    }
+    return CacheConfig(**(fields | change))  # type: ignore[arg-type]
+
+
+def measure(case: Case) -> float:
+    draw = random.Random(repr(case))
+    kind = case["position"], case["norm"], case["heads"]
+    crossed = case.get("topology") == "encoder-decoder"
+    model = build(pair_config(*kind) if crossed else model_config(*kind))
+    streams = streams_of(case["scenario"], draw)
+    if crossed:
+        streams = with_sources(case["scenario"], streams, draw)
+    cache = cache_of(case)
+    run = drive(model, cache, streams, poison=True)
+    if case["scenario"] not in ("preempted", "prefix-hit", "forked"):
+        happened(case, run)
+    return worst(model, streams, run, cache)
+
+
+@pytest.mark.parametrize("case", pairwise(AXES), ids=case_id)
+def test_a_policy_is_a_mask(case: Case) -> None:
+    assert measure(case) <= EXACT
+
+
+@pytest.mark.parametrize("case", pairwise(AXES | {"topology": ("encoder-decoder",)}, seed=1), ids=case_id)
+def test_a_policy_is_a_mask_of_the_decoder(case: Case) -> None:
+    assert measure(case) <= EXACT
+
+
+@pytest.mark.long(minutes=60)
+@pytest.mark.parametrize("policy", KEPT)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_policy_is_a_mask_in_the_full_product(position: str, policy: str) -> None:
+    axes = AXES | {"position": (position,), "policy": (policy,)}
+    wrong = {case_id(case): d for case in full(axes) if not (d := measure(case)) <= EXACT}
+    assert not wrong
+
+
+def plain(**change: str) -> Case:
+    case = {"layout": "paged", "policy": "sinks(3, 9)", "rotate": "write", "position": "rope", "norm": "pre"}
+    return case | {"heads": "gqa", "scenario": "ragged"} | change
+
+
+def test_the_mask_is_not_the_full_one() -> None:
+    """What would hold for any policy would show nothing."""
+    case = plain()
+    model, streams = build(model_config("rope", "pre", "gqa")), streams_of("ragged", random.Random(0))
+    assert worst(model, streams, drive(model, cache_of(case), streams)) > 1e-3
+
+
+def test_blocks_go_back_as_they_are_passed() -> None:
+    """A row of 60 tokens under sinks(3, 9) with chunks of 5 holds a block of sinks and the window's."""
+    model = build(model_config("rope", "pre", "gqa"))
+    cache = cache_of(plain(), rows=1, chunk=5)
+    run, most = drive_watching(model, cache, [Stream(text(30), [text(30)])])
+    assert run.logits and most <= 1 + -(-(9 + 5 - 1) // 4) + 1
+    assert most <= sum(group.usable for group in made(model, cache))
+
+
+def made(model: Transformer, cache: CacheConfig) -> tuple:
+    from kvad.cache.sizing import groups
+
+    return groups(mixers(model.config), cache)
+
+
+def drive_watching(model: Transformer, cache: CacheConfig, streams: list[Stream]) -> tuple[Run, int]:
+    """The run, and the most blocks that were live at once."""
+    from kvad.engine.engine import Engine
+
+    most = 0
+    settle = Engine.__init__
+
+    def watched(self: Engine, *args: object, **named: object) -> None:
+        settle(self, *args, **named)  # type: ignore[arg-type]
+        reserve = self.ledger.reserve
+
+        def counted(spans: object) -> object:
+            nonlocal most
+            placed = reserve(spans)  # type: ignore[arg-type]
+            most = max(most, *self.ledger.stats().used)
+            return placed
+
+        self.ledger.reserve = counted  # type: ignore[method-assign, assignment]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "__init__", watched)
+        return drive(model, cache, streams), most
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCAB) for _ in range(length)]
+
+
+# ---------------------------------------------------------------- rows without an end
+
+
+class Renumbered:
+    """The memory of Xiao et al. 2023: keys kept unrotated, numbered by their place among those that are kept.
+
+    One token per step; ``log`` says how many a query saw.
+    """
+
+    def __init__(self, layers: int, sinks: int, window: int) -> None:
+        self.sinks, self.window = sinks, window
+        self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
+        self.values: list[list[Tensor]] = [[] for _ in range(layers)]
+        self.seen: list[int] = []
+
+    def open(self, step: Step) -> list[_RenumberedView]:
+        assert len(step.tokens) == 1
+        return [_RenumberedView(self, layer) for layer in range(len(self.keys))]
+
+
+class _RenumberedView:
+    def __init__(self, memory: Renumbered, layer: int) -> None:
+        self.memory, self.layer = memory, layer
+
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+        memory, keys, values = self.memory, self.memory.keys[self.layer], self.memory.values[self.layer]
+        assert k is not None and v is not None
+        keys.append(k)
+        values.append(v)
+        last = len(keys) - 1
+        kept = [i for i in range(len(keys)) if i < memory.sinks or last - i < memory.window]
+        memory.seen.append(len(kept))
+        every, many = torch.cat([keys[i] for i in kept]), torch.cat([values[i] for i in kept])  # [n, K, D]
+        places = torch.arange(len(kept))
+        if score.rotary is not None:
+            every = Angles(places, exact=True).rotate(every, score.rotary)
+            q = Angles(places[-1:], exact=True).rotate(q, score.rotary)
+        groups = q.shape[1] // every.shape[1]
+        every, many = every.repeat_interleave(groups, 1), many.repeat_interleave(groups, 1)
+        logits = torch.einsum("qhd,nhd->hqn", q, every) * score.scale
+        if score.bias is not None:
+            logits = logits + distance_bias(score.bias, places[None, -1:], places[None])[0]
+        return torch.einsum("hqn,nhd->qhd", logits.softmax(-1), many)
+
+
+@torch.inference_mode()
+def by_hand(model: Transformer, tokens: Sequence[int], sinks: int, window: int) -> Tensor:
+    """[T, V]."""
+    assert model.config.decoder is not None
+    memory = Renumbered(model.config.decoder.layers, sinks, window)
+    rows = []
+    for at, token in enumerate(tokens):
+        step = Step(torch.tensor([token]), torch.tensor([at]), (Lane(1, 1, 1),), torch.tensor([0]))
+        rows.append(model.logits(model(step, memory), step.wanted))  # type: ignore[arg-type]
+    assert max(memory.seen) == sinks + window
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+@pytest.mark.parametrize("rotate", ["write", "read"])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("position", ["rope", "rope-partial", "alibi", "t5", "none"])
+def test_a_row_without_an_end_counts_what_it_keeps(position: str, chunk: int, rotate: str, layout: str) -> None:
+    """Twice the model's limit, in chunks of all sizes: the same logits as numbering anew at each step."""
+    model = build(model_config(position, "pre", "gqa"))
+    cache = CacheConfig(
+        layout=layout,  # type: ignore[arg-type]
+        dtype="float64",
+        block_size=4,
+        rows=2,
+        capacity=96,
+        chunk=chunk,
+        policy="sinks(3, 20)",
+        endless=True,
+        rotate=rotate,  # type: ignore[arg-type]
+    )
+    streams = [Stream(text(100), [text(90, 1)]), Stream(text(31, 2), [text(90, 3)])]
+    run = drive(model, cache, streams)
+    assert worst(model, streams, run, cache) <= EXACT
+    for number, stream in enumerate(streams):
+        right = by_hand(model, stream.tokens(), 3, 20)
+        for at, logits in run.logits[number, 0].items():
+            assert (logits - right[at]).abs().max() <= EXACT, at
+
+
+def test_kept_positions_would_say_something_else() -> None:
+    """Without numbering anew, a sink's distance grows: another answer (so the test above can fail)."""
+    model, tokens = build(model_config("alibi", "pre", "gqa")), text(80)
+    cache = CacheConfig(dtype="float64", block_size=4, rows=1, capacity=96, policy="sinks(3, 20)")
+    run = drive(model, cache, [Stream(tokens[:60], [tokens[60:]])])
+    right = by_hand(model, tokens, 3, 20)
+    assert max((logits - right[at]).abs().max() for at, logits in run.logits[0, 0].items()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("position", "policy", "says"),
+    [
+        ("learned", "sinks(3, 20)", "learned positions are part of every key"),
+        ("sinusoidal", "window(20)", "sinusoidal positions are part of every key"),
+        ("rope", "full", "layer 0 keeps all tokens"),
+        ("rope", "1: full; window(8)", "layer 1 keeps all tokens"),
+        ("rope", "sinks(4, 100)", "104 tokens kept, the model knows distances up to 96"),
+        ("rope", "truncate(3)", "a block of 4 tokens leaves at once"),
+    ],
+)
+def test_an_end_that_cannot_be_lifted_is_refused_by_name(position: str, policy: str, says: str) -> None:
+    model = build(model_config(position, "pre", "gqa"))
+    with pytest.raises(ConfigError, match=says):
+        drive(model, CacheConfig(block_size=4, rows=1, capacity=96, policy=policy, endless=True), [])
