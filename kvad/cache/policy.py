@@ -45,14 +45,13 @@ class Policy:
         return self
 
     def __str__(self) -> str:
-        said = ", ".join(_said(self, each.name) for each in fields(self))  # type: ignore[arg-type]
+        every = [(getattr(self, each.name), each.default) for each in fields(self)]  # type: ignore[arg-type]
+        while every and every[-1][0] == every[-1][1]:
+            every.pop()
+        said = ", ".join(str(value) for value, _ in every)
         name = next((name for name, made in POLICIES.items() if made is type(self)), None)
         name = name or f"{type(self).__module__}:{type(self).__qualname__}"
         return f"{name}({said})" if said else name
-
-
-def _said(policy: Policy, name: str) -> str:
-    return str(getattr(policy, name))
 
 
 @dataclass(frozen=True)
@@ -145,8 +144,11 @@ class Compose(Policy):
         if not narrower:
             return mixer
         first = min(narrower, key=lambda spec: spec.window or MANY)
-        if any(spec.grain != first.grain for spec in narrower):
-            raise ConfigError(f"cache.policy: {self}: windows that move by different steps have no common one")
+        if any((spec.window or MANY) - spec.grain + 1 < (first.window or MANY) for spec in narrower if spec is not first):
+            raise ConfigError(
+                f"cache.policy: {self}: windows of nearly one size that move by different steps have no common one",
+                "make one of them wider by a block",
+            )
         return first._replace(sinks=min(spec.sinks for spec in narrower))
 
     def __str__(self) -> str:

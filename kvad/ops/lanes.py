@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.ops.attend import Attended, Kernel, Part, Reading, attend, merge
+from kvad.ops.attend import Attended, Kernel, Reading, attend
+from kvad.ops.merge import Part, merge
 from kvad.ops.rotary import turn
 from kvad.step import Lane, Mark, Score
 
