@@ -36,6 +36,7 @@ __all__ = [
     "Attends",
     "Bias",
     "Buckets",
+    "Compact",
     "Lane",
     "Mark",
     "Memory",
@@ -275,15 +276,36 @@ class View(Protocol):
         ...
 
 
-class Moves(NamedTuple):
-    """Edits of bytes between two steps, per cache group, in this order; plain integers from the ledger.
+class Compact(NamedTuple):
+    """A row of ``length`` tokens keeps ``kept`` of the ``held`` slots in ``blocks``, which of them the policy ranks on the
+    device, head by head; they fill ``targets`` from the front, in their order.  ``row`` is its seat."""
 
-    ``clear``: blocks that change hands: their positions become -1 and their contents zero.
-    ``copy``: (source block, target block, slots kept): copy-on-write; the target's other slots are empty.
+    row: int
+    length: int
+    blocks: tuple[int, ...]
+    held: int
+    kept: int
+    targets: tuple[int, ...]
+
+
+class Moves(NamedTuple):
+    """Edits of bytes between two steps; plain integers from the ledger.  Applied in this order, which lets a block that
+    one move has read be another's in the same step:
+
+    ``park``: (key, per group the blocks of a row): copied out to the host, and kept under the key.
+    ``compact``: per group, :class:`Compact`: a policy's cut of one row.
+    ``clear``: per group, blocks that change hands: their positions become -1 and their contents zero.
+    ``copy``: per group, (source block, target block, slots kept): copy-on-write; the target's other slots are empty.
+    ``wake``: (key, per group as many blocks): what was parked comes back, whole.
+    ``drop``: keys of parked rows that will not come back.
     """
 
     clear: tuple[tuple[int, ...], ...]
     copy: tuple[tuple[tuple[int, int, int], ...], ...]
+    compact: tuple[tuple[Compact, ...], ...] = ()
+    park: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
+    wake: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
+    drop: tuple[int, ...] = ()
 
 
 class Memory(Protocol):

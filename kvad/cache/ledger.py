@@ -4,6 +4,10 @@ A row sits in a seat (its index, kept for life).  Position p belongs to its logi
 group the row holds its blocks in order, but for a ``gap``: so many logical blocks, behind those that hold sinks, that no
 query can see any more.  A group with one block per row (contiguous) is a ring behind its sinks.
 
+Where a policy ranks (``policy.Scored``), a row is *cut* when it has reached a length: of the slots that it holds it keeps a
+number, filled up from the front, so that position p lies where ``p - dropped`` would.  Which tokens they are is the
+device's to know.
+
     bs = 4, no sinks,  gap = 2, blocks = [7, 3]:     positions 8..11 in block 7, 12..15 in block 3;  13 = slot 3*4 + 1
     bs = 4, 3 sinks,   gap = 2, blocks = [5, 7, 3]:  positions 0..3 in block 5, 12..15 in block 7, 16..19 in block 3
 
@@ -31,9 +35,9 @@ from typing import NamedTuple
 from kvad.cache.blocks import BlockPool, Hash, Prefix, Prefixes, digest
 from kvad.cache.sizing import Group
 from kvad.cache.sources import PlacedSources, Source, Sources
-from kvad.step import Moves, Reach
+from kvad.step import Compact, Moves, Reach
 
-__all__ = ["Ledger", "LedgerStats", "Placed", "Span"]
+__all__ = ["Ledger", "LedgerStats", "Parked", "Placed", "Span"]
 
 NEVER = 1 << 62
 
@@ -77,12 +81,27 @@ class LedgerStats:
 class _Hold:
     """One row's blocks in one group."""
 
-    __slots__ = ("base", "blocks", "gap")
+    __slots__ = ("base", "blocks", "cut", "dropped", "gap")
 
     def __init__(self) -> None:
         self.blocks: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.blocks = []
         self.gap = 0  # logical blocks that are held no more
+        self.dropped = 0  # tokens that cuts have dropped
+        self.cut = 0  # the length of the last cut
         self.base = 0  # position + base = slot, within the block that is being written
+
+
+class Parked(NamedTuple):
+    """A row that gave its blocks back and will have them again: ``key`` names what the device copied out.  Per group:
+    (blocks, gap, dropped, cut)."""
+
+    key: int
+    length: int
+    holds: tuple[tuple[int, int, int, int], ...]
 
 
 class _Seat:
@@ -104,7 +123,7 @@ class _Seat:
         self.tip = self.root
         self.tail: list[int] = []
         for hold in self.holds:
-            hold.blocks, hold.gap = [], 0
+            hold.clear()
 
 
 class Ledger:
@@ -125,8 +144,15 @@ class Ledger:
         self._reaches = tuple(Reach.of(group.mixer) for group in self.own)
         self._windows = tuple(NEVER if reach.window is None else reach.window for reach in self._reaches)
         self._sinks = tuple(-(-reach.sinks // group.block_size) for reach, group in zip(self._reaches, self.own, strict=True))
+        self._scored = tuple(group.scored for group in self.own)
+        self.lossy = any(scored is not None for scored in self._scored)  # a preempted row is parked, not computed again
+        self._watched = any(scored is not None and scored.watch for scored in self._scored)
+        self._parked = 0  # keys so far
+        self._park: list[tuple[int, tuple[tuple[int, ...], ...]]] = []  # told with the next moves
+        self._wake: dict[int, tuple[int, tuple[tuple[int, ...], ...]]] = {}  # by row
+        self._drop: list[int] = []
         # A row of one block can share no full block and leave one token to compute: nothing to publish.
-        self.prefix = prefix and bool(self.own) and not any(self._ring)
+        self.prefix = prefix and bool(self.own) and not any(self._ring) and not self.lossy
         assert not self.prefix or len(set(self._sizes)) == 1, "prefix reuse needs one block size"
         self._hits = self._misses = self._hit_tokens = 0
         self.capacity = min((self._longest(index) for index in range(len(self.own))), default=sys.maxsize)
@@ -135,7 +161,8 @@ class Ledger:
     def _longest(self, index: int) -> int:
         """Tokens of the longest row that group ``index`` holds when it is alone."""
         group = self.groups[index]
-        if group.mixer.window is not None and group.usable >= group.blocks_per_row:
+        bounded = group.mixer.window is not None or group.scored is not None
+        if bounded and group.usable >= group.blocks_per_row:
             return sys.maxsize
         return min(group.usable, group.blocks_per_row) * group.block_size
 
@@ -178,17 +205,23 @@ class Ledger:
     def fork(self, row: int, child: int, length: int) -> bool:
         """Seat ``child`` on the first ``length`` tokens of ``row``: blocks are shared until one of them writes.
 
-        False, and nothing changed: a window of ``row`` has moved past what a query at ``length`` needs.
+        False, and nothing changed: a window of ``row`` has moved past what a query at ``length`` needs, or a cut has
+        dropped it, or a policy watches the attention that blocks get, which is a row's own.
         """
         seat = self._seat(row)
+        if self._watched or any(hold.cut > length for hold in seat.holds):
+            return False
         assert self._seats[child] is None and 0 <= length <= seat.length, (row, child, length, seat.length)
         if not self._window_held(seat, length):
             return False
         twin = _Seat(len(self.own), seat.root)
         twin.source = None if seat.source is None else self._sources.share(seat.source)
         for index, (old, new) in enumerate(zip(seat.holds, twin.holds, strict=True)):
+            new.dropped, new.cut = old.dropped, old.cut
             if self._ring[index]:
                 new.blocks = list(old.blocks) if length else []
+            elif self._scored[index] is not None:
+                new.blocks = old.blocks[: -(-(length - old.dropped) // self._sizes[index])]
             else:
                 sinks = self._sinks[index]
                 first = max(sinks + old.gap, self._first_needed(index, length))
@@ -213,14 +246,18 @@ class Ledger:
         seat = self._seat(row)
         if length >= seat.length:
             return seat.length
-        if length == 0 or not self._window_held(seat, length):
+        if length == 0 or not self._window_held(seat, length) or any(hold.cut > length for hold in seat.holds):
             for hold, pool in zip(seat.holds, self._pools, strict=True):
                 _release(pool, hold.blocks)
             seat.restart()
             self.releases += 1
             return 0
         for index, hold in enumerate(seat.holds):
-            if not self._ring[index]:
+            if self._scored[index] is not None and not self._ring[index]:
+                keep = -(-(length - hold.dropped) // self._sizes[index])
+                _release(self.pools[index], hold.blocks[keep:])
+                hold.blocks = hold.blocks[:keep]
+            elif not self._ring[index]:
                 sinks, stop = self._sinks[index], -(-length // self._sizes[index])
                 keep = stop if stop <= sinks else max(sinks, stop - hold.gap)
                 _release(self.pools[index], hold.blocks[keep:])
@@ -248,7 +285,45 @@ class Ledger:
         if seat.source is not None:
             self._sources.release(seat.source, publish=publish)
         self._seats[row] = None
+        self._wake.pop(row, None)  # it was about to wake: what is parked stays parked
         self.releases += 1
+
+    def park(self, row: int) -> Parked:
+        """Preempt a row whose tokens, computed again, might not be kept again: its blocks are copied out, then freed."""
+        seat = self._seat(row)
+        if row in self._wake:  # it has not moved since it was to wake
+            key, blocks = self._wake[row]
+        else:
+            key, blocks = self._parked, tuple(tuple(hold.blocks) for hold in seat.holds)
+            self._parked += 1
+            self._park.append((key, blocks))
+        holds = tuple((len(hold.blocks), hold.gap, hold.dropped, hold.cut) for hold in seat.holds)
+        self.release(row)
+        return Parked(key, seat.length, holds)
+
+    def wake(self, row: int, parked: Parked) -> bool:
+        """Seat a parked row where it stood; False, and no change: there is no room now."""
+        assert self._seats[row] is None, f"seat {row} is taken"
+        if any(count > pool.available for (count, *_), pool in zip(parked.holds, self._pools, strict=True)):
+            return False
+        seat = _Seat(len(self.own), None)
+        seat.length = seat.reach = parked.length
+        for hold, pool, (count, hold.gap, hold.dropped, hold.cut) in zip(
+            seat.holds, self._pools, parked.holds, strict=True
+        ):
+            hold.blocks = [pool.take()[0] for _ in range(count)]
+        self._seats[row] = seat
+        self._wake[row] = parked.key, tuple(tuple(hold.blocks) for hold in seat.holds)
+        return True
+
+    def forget(self, parked: Parked) -> None:
+        """A parked row will not come back."""
+        self._drop.append(parked.key)
+
+    def room(self, row: int) -> int:
+        """Tokens until the row is cut next: no span goes further."""
+        length = self._seat(row).length
+        return min((scored.cut_after(length) for scored in self._scored if scored is not None), default=NEVER) - length
 
     def drop_prefixes(self) -> None:
         """Forget every published block (the weights changed); rows that are seated now publish no more."""
@@ -308,6 +383,9 @@ class Ledger:
         moves = self._grow(slow) if slow else self._no_moves()
         if moves is None:
             return None
+        if self._park or self._wake or self._drop:
+            moves = moves._replace(park=tuple(self._park), wake=tuple(self._wake.values()), drop=tuple(self._drop))
+            self._park, self._wake, self._drop = [], {}, []
         slots: tuple[list[int], ...] = tuple([] for _ in self.own)
         tables: tuple[list[list[int]], ...] = tuple([] for _ in self.groups)
         pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=False)]
@@ -399,6 +477,10 @@ class Ledger:
         if self._ring[index]:
             assert hold.gap == 0 and len(hold.blocks) == bool(seat.length or hold.blocks), f"{where}: no ring"
             return
+        if self._scored[index] is not None:
+            held = seat.length - hold.dropped
+            assert held <= len(hold.blocks) * group.block_size, f"{where}: {held} slots in {len(hold.blocks)} blocks"
+            return
         sinks = self._sinks[index]
         end = (hold.gap + len(hold.blocks)) * group.block_size
         needed = self._reaches[index].oldest(seat.length)
@@ -420,7 +502,7 @@ class Ledger:
 
     def _no_moves(self) -> Moves:
         nothing: tuple[()] = ()
-        return Moves((nothing,) * len(self.groups), (nothing,) * len(self.groups))
+        return Moves(*((nothing,) * len(self.groups) for _ in range(3)))
 
     def _first_needed(self, index: int, start: int) -> int:
         """The first logical block, behind those of sinks, that a query at position ``start`` may see."""
@@ -511,12 +593,24 @@ class Ledger:
         """Must a writer copy this block first?  (Its own method, so that a test can break it.)"""
         return refs > 1 or pool.prefixes[block] is not None
 
-    def _touched(self, index: int, start: int, end: int) -> tuple[int, int]:
-        """The logical blocks [low, high) that positions start .. end - 1 are written to."""
+    def _touched(self, index: int, hold: _Hold, start: int, end: int) -> tuple[int, int]:
+        """Which of the row's blocks [low, high), those to come included, positions start .. end - 1 are written to."""
         if self._ring[index]:
             return 0, 1
         size = self._sizes[index]
-        return start // size, (end - 1) // size + 1
+        gap = hold.gap if start // size >= self._sinks[index] else 0
+        return (start - hold.dropped) // size - gap, (end - hold.dropped - 1) // size + 1 - gap
+
+    def _kept(self, index: int, hold: _Hold, start: int) -> int | None:
+        """How many slots stay, where a row of length ``start`` is to be cut now."""
+        scored = self._scored[index]
+        if scored is None or hold.cut == start or not scored.cuts(start):
+            return None
+        return min(scored.budget, start - hold.dropped)
+
+    def _stay(self, index: int, kept: int) -> int:
+        """Blocks that so many slots fill."""
+        return 1 if self._ring[index] else -(-kept // self._sizes[index])
 
     def _grow(self, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> Moves | None:
         """Drop what windows have passed, then give every span the blocks that it writes; None: a pool is too full."""
@@ -524,10 +618,12 @@ class Ledger:
             return None
         clears: list[tuple[int, ...]] = [()] * len(self.groups)
         copies: list[tuple[tuple[int, int, int], ...]] = [()] * len(self.groups)
+        compacts: list[tuple[Compact, ...]] = [()] * len(self.groups)
         for index in range(len(self.own)):
+            cuts = self._cut_group(index, spans) if self._scored[index] is not None else ()
             clear, copy = self._grow_group(index, spans)
-            clears[index], copies[index] = tuple(clear), tuple(copy)
-        return Moves(tuple(clears), tuple(copies))
+            clears[index], copies[index], compacts[index] = tuple(clear), tuple(copy), tuple(cuts)
+        return Moves(tuple(clears), tuple(copies), tuple(compacts))
 
     def _passed(self, index: int, hold: _Hold, start: int) -> int:
         """How many of the row's first blocks, behind those of sinks, no query from ``start`` on can see."""
@@ -548,10 +644,18 @@ class Ledger:
                 gain += left[block] == 0
         for row, start, count in spans:
             hold = self._seat(row).holds[index]
-            low, high = self._touched(index, start, start + count)
-            need += max(0, high - hold.gap - len(hold.blocks))
-            gap = hold.gap if low >= self._sinks[index] else 0
-            for block in hold.blocks[low - gap : high - gap]:
+            low, high = self._touched(index, hold, start, start + count)
+            kept = self._kept(index, hold, start)
+            if kept is not None:
+                stay = self._stay(index, kept)
+                for place, block in enumerate(hold.blocks):
+                    left[block] = left.get(block, pool.refs[block]) - 1
+                    gain += left[block] == 0 and place >= stay
+                    need += left[block] > 0 and place < stay
+                need += 0 if self._ring[index] else max(0, self._stay(index, kept + count) - stay)
+                continue
+            need += max(0, high - len(hold.blocks))
+            for block in hold.blocks[low:high]:
                 refs = left.get(block, pool.refs[block])
                 if self._shared(pool, block, refs):
                     need += 1
@@ -576,9 +680,8 @@ class Ledger:
                 hold.gap += passed
         for row, start, count in spans:
             hold = self._seat(row).holds[index]
-            low, high = self._touched(index, start, start + count)
-            gap = hold.gap if low >= self._sinks[index] else 0
-            for place in range(low - gap, high - gap):
+            low, high = self._touched(index, hold, start, start + count)
+            for place in range(low, high):
                 if place == len(hold.blocks):
                     hold.blocks.append(pool.take()[0])
                     clear.append(hold.blocks[place])
@@ -587,7 +690,7 @@ class Ledger:
                 if not self._shared(pool, block, pool.refs[block]):
                     continue
                 target = hold.blocks[place] = pool.take()[0]
-                kept = min(start, size) if ring else max(0, start - (place + gap) * size)
+                kept = self._before(index, hold, start, place)
                 if kept:
                     copy.append((block, target, kept))
                 else:
@@ -600,6 +703,35 @@ class Ledger:
             pool.release(block)
         return clear, copy
 
+    def _before(self, index: int, hold: _Hold, start: int, place: int) -> int:
+        """Slots of the row's block number ``place`` that are filled before ``start`` is written."""
+        size = self._sizes[index]
+        if self._ring[index]:
+            return min(start - hold.dropped, size)
+        gap = hold.gap if place >= self._sinks[index] else 0
+        return max(0, start - hold.dropped - (place + gap) * size)
+
+    def _cut_group(self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> list[Compact]:
+        """Cut the rows that have reached a length at which the policy cuts; a block that others count on is left to them.
+
+        What a cut leaves is free at once: its contents are moved before anything else is (``Moves``).
+        """
+        pool, made = self.pools[index], []
+        for row, start, _ in spans:
+            hold = self._seat(row).holds[index]
+            kept = self._kept(index, hold, start)
+            if kept is None:
+                continue
+            held, blocks, stay = start - hold.dropped, tuple(hold.blocks), self._stay(index, kept)
+            own = [block if pool.refs[block] == 1 else None for block in blocks[:stay]]
+            for block, same in zip(blocks, [*own, *[None] * (len(blocks) - stay)], strict=True):
+                if same is None:
+                    pool.release(block)
+            hold.blocks = [pool.take()[0] if block is None else block for block in own]
+            hold.dropped, hold.cut = start - kept, start
+            made.append(Compact(row, start, blocks, held, kept, tuple(hold.blocks)))
+        return made
+
     def _place(
         self, seat: _Seat, start: int, end: int, slots: tuple[list[int], ...], tables: tuple[list[list[int]], ...]
     ) -> None:
@@ -611,10 +743,16 @@ class Ledger:
             assert len(hold.blocks) <= group.blocks_per_row, f"a row outgrows its {group.blocks_per_row} blocks"
             window, sinks = self._windows[index], self._sinks[index]
             held = self._reaches[index].sinks + window + end - start - 1
+            if self._scored[index] is not None:
+                held = end - hold.dropped
             assert not ring or end <= size or held <= size, "a span outgrows a ring"
             stop = at
             while at < end:
-                if ring:
+                if self._scored[index] is not None:
+                    logical = (at - hold.dropped) // size
+                    stop = (logical + 1) * size + hold.dropped
+                    hold.base = (hold.blocks[logical] - logical) * size - hold.dropped
+                elif ring:
                     hold.base, stop = _in_ring(hold.blocks[0], size, self._reaches[index].sinks, at)
                 else:
                     logical = at // size
@@ -626,6 +764,9 @@ class Ledger:
             fast = min(fast, stop)  # the end of the block that is being written
             if not ring and window != NEVER:  # and before its first block leaves the window
                 fast = min(fast, (hold.gap + sinks + 1) * size + window - self._reaches[index].grain)
+            scored = self._scored[index]
+            if scored is not None:  # and before the row is cut
+                fast = min(fast, scored.cut_after(start))
         seat.since, seat.fast = end, fast
 
 

@@ -11,6 +11,17 @@ These four say by *position* who stays.  That is a mask (``step.Reach``): every 
 alone, so a cache under such a policy is exact against the same model with that mask, whatever the chunks; and blocks
 that no later query can see go back at once.
 
+Others *score* what is held, in each layer and kv head apart, and keep the best ``budget`` tokens (``ranks.py``):
+
+``heavy-hitters(b)``    those that got most attention so far (Zhang et al. 2023, H2O)
+``snapkv(b)``           those that the latest queries attend to, and their neighbours (Li et al. 2024)
+``tova(b)``             those that the latest query attends to, over all heads (Oren et al. 2024)
+``norm(b)``             those whose keys are shortest (Devoto et al. 2024)
+``random(b)``           any: the baseline
+
+They cut when the row's length reaches a multiple of ``every``, where the scheduler ends a chunk, so that the chunks do
+not matter either; in between a row holds up to ``budget + every`` tokens.  What is dropped is gone: lossy by design.
+
 A policy of each layer: ``"0-3: full; sinks(4, 60)"`` (what no layer is named for stands last).  Several at once:
 ``"window(512) + truncate(256)"`` keeps what all of them keep.
 
@@ -23,12 +34,15 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
 from kvad.own import load_own
 from kvad.step import Reach
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["POLICIES", "Compose", "Full", "PerLayer", "Policy", "Sinks", "Truncate", "Window", "narrowed", "parse_policy"]
 
@@ -43,6 +57,11 @@ class Policy:
     def at(self, layer: int) -> Policy:
         """The policy of one layer."""
         return self
+
+    @property
+    def scored(self) -> Scored | None:
+        """The policy that ranks what is held, where this is one."""
+        return None
 
     def __str__(self) -> str:
         every = [(getattr(self, each.name), each.default) for each in fields(self)]  # type: ignore[arg-type]
@@ -115,6 +134,164 @@ def _narrowed(mixer: MixerSpec, window: int, *, sinks: int = 0, grain: int = 1) 
     return mixer._replace(window=window, sinks=sinks, grain=grain, outer=outer if sinks else None)
 
 
+class Seen(NamedTuple):
+    """What a policy may rank by: one row's held slots in one layer, oldest first, ``m`` of them.
+
+    ``positions`` [K, m]; ``mass`` [K, m]: the attention that each got from the queries that count, summed over the
+    heads that read it (None: not watched); ``keys()`` and ``values()`` [K, m, D] as attention reads them; ``now``: the
+    row's length; ``layer``; ``heads``: query heads.
+    """
+
+    positions: Tensor
+    mass: Tensor | None
+    keys: Callable[[], Tensor]
+    values: Callable[[], Tensor]
+    now: int
+    layer: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class Scored(Policy):
+    """A policy that ranks: ``budget`` tokens stay at each cut, the last ``recent`` and the first ``sinks`` among them.
+
+    ``every``: a cut is made when the length reaches a multiple of it.  Subclasses say ``rank`` (on the device, which the
+    host never reads), and ``watch``: how many of the latest queries before a cut leave their attention (0: none do;
+    :data:`ALWAYS`: all, from the first on).
+    """
+
+    budget: int
+    every: int = 64
+    recent: int = 1
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        name = str(self).partition("(")[0]
+        for field, least in (("budget", 1), ("every", 1), ("recent", 0), ("sinks", 0)):
+            _at_least(least, name, field, getattr(self, field))
+        if self.sinks + self.recent > self.budget:
+            raise ConfigError(
+                f"cache.policy: {self}: {self.sinks} sinks and {self.recent} recent tokens exceed the budget",
+                f"give a budget of at least {self.sinks + self.recent}",
+            )
+        if self.watch not in (0, ALWAYS) and self.watch > self.every:
+            raise ConfigError(
+                f"cache.policy: {self}: it looks at the last {self.watch} queries, and cuts every {self.every}",
+                f"take every={self.watch} or more",
+            )
+
+    @property
+    def scored(self) -> Scored | None:
+        return self
+
+    @property
+    def watch(self) -> int:
+        return 0
+
+    def cut_after(self, length: int) -> int:
+        """The first length above ``length`` at which the row is cut."""
+        return (max(length, self.budget) // self.every + 1) * self.every
+
+    def cuts(self, length: int) -> bool:
+        """Whether a row of this length is cut."""
+        return length > self.budget and length % self.every == 0
+
+    def rank(self, seen: Seen) -> Tensor:
+        """[K, m]: the higher, the longer it stays; of equals the older one stays."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class HeavyHitters(Scored):
+    """H2O (Zhang et al. 2023, sec. 4): the attention that a token got, summed over all queries so far, and half of the
+    budget for the latest tokens.  ``average`` 1: divided by how many queries could see it."""
+
+    recent: int = -1
+    average: int = 0
+
+    def __post_init__(self) -> None:
+        if self.recent == -1:
+            object.__setattr__(self, "recent", self.budget // 2)
+        super().__post_init__()
+
+    @property
+    def watch(self) -> int:
+        return ALWAYS
+
+    def rank(self, seen: Seen) -> Tensor:
+        assert seen.mass is not None
+        return seen.mass / (seen.now - seen.positions) if self.average else seen.mass
+
+
+@dataclass(frozen=True)
+class SnapKV(Scored):
+    """SnapKV (Li et al. 2024, sec. 4): the attention of the last ``window`` queries, averaged over ``kernel`` neighbours,
+    so that a needle keeps what stands around it; the window itself stays."""
+
+    recent: int = -1
+    window: int = 32
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        _at_least(1, "snapkv", "window", self.window)
+        _at_least(1, "snapkv", "kernel", self.kernel)
+        if self.kernel % 2 == 0:
+            raise ConfigError(f"cache.policy: snapkv: kernel must be odd, found {self.kernel}")
+        if self.recent == -1:
+            object.__setattr__(self, "recent", min(self.window, self.budget))
+        super().__post_init__()
+
+    @property
+    def watch(self) -> int:
+        return self.window
+
+    def rank(self, seen: Seen) -> Tensor:
+        from torch.nn.functional import avg_pool1d
+
+        assert seen.mass is not None
+        past = seen.mass[:, : max(0, seen.mass.shape[1] - self.recent)]
+        pooled = avg_pool1d(past, self.kernel, stride=1, padding=self.kernel // 2) if past.numel() else past
+        ranks = seen.mass.clone()  # the latest stay anyway
+        ranks[:, : past.shape[1]] = pooled
+        return ranks
+
+
+@dataclass(frozen=True)
+class TOVA(Scored):
+    """TOVA (Oren et al. 2024, sec. 4): the last query's attention, averaged over all heads of the layer."""
+
+    @property
+    def watch(self) -> int:
+        return 1
+
+    def rank(self, seen: Seen) -> Tensor:
+        assert seen.mass is not None
+        return seen.mass.sum(0, keepdim=True).expand_as(seen.mass)
+
+
+@dataclass(frozen=True)
+class KeyNorm(Scored):
+    """Short keys stay: they are those that get attention (Devoto et al. 2024, sec. 3)."""
+
+    def rank(self, seen: Seen) -> Tensor:
+        return -seen.keys().norm(dim=-1)
+
+
+@dataclass(frozen=True)
+class Random(Scored):
+    """Any tokens: what a policy has to beat.  Which ones is a function of seed, layer, head and position."""
+
+    seed: int = 0
+
+    def rank(self, seen: Seen) -> Tensor:
+        heads = range(seen.positions.shape[0])
+        salt = [(self.seed * 1_000_003 + seen.layer * 8_191 + head + 1) * 40_503 % 65_521 for head in heads]
+        mixed = seen.positions.long() * 48_271 + seen.positions.new_tensor(salt).long().unsqueeze(1)
+        for _ in range(3):  # Lehmer steps: sums and products of 31 bits, the same on every device
+            mixed = (mixed * 48_271 + 11) % 2_147_483_647
+        return mixed
+
+
 @dataclass(frozen=True)
 class PerLayer(Policy):
     """Another policy for some layers: ``layers`` pairs them (first, last) with theirs; ``rest`` for the others."""
@@ -138,6 +315,16 @@ class Compose(Policy):
     def at(self, layer: int) -> Policy:
         return Compose(tuple(policy.at(layer) for policy in self.policies))
 
+    @property
+    def scored(self) -> Scored | None:
+        made = [policy.scored for policy in self.policies if policy.scored is not None]
+        if made and any(policy not in (made[0], Full()) for policy in self.policies):
+            raise ConfigError(
+                f"cache.policy: {self}: a policy that ranks decides alone",
+                "protect tokens by its own sinks= and recent=, or give other layers another policy",
+            )
+        return made[0] if made else None
+
     def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
         each = [policy.narrow(mixer, block_size) for policy in self.policies]
         narrower = [spec for spec in each if spec != mixer]
@@ -160,11 +347,17 @@ def _span(low: int, high: int) -> str:
 
 
 MANY = 1 << 40
+ALWAYS = 1 << 40  # Scored.watch: every query counts
 POLICIES: dict[str, Callable[..., Policy]] = {
     "full": Full,
     "window": Window,
     "sinks": Sinks,
     "truncate": Truncate,
+    "heavy-hitters": HeavyHitters,
+    "snapkv": SnapKV,
+    "tova": TOVA,
+    "norm": KeyNorm,
+    "random": Random,
 }
 
 

@@ -12,7 +12,8 @@ Layers with equal specs share a table: one :class:`Group`.  A row of length ``n`
 
     W = 6, C = 4, block_size = 4, p = 9:  keys 4..12 = slots of the blocks 1, 2, 3;  ceil(9 / 4) + 1 = 4 are enough.
 
-* a window with sinks (``policy.py``): the blocks of the sinks beside that.
+* a window with sinks (``policy.py``): the blocks of the sinks beside that;
+* a policy that ranks: ``budget + every`` slots, what a row holds when it is about to be cut.
 
 Contiguous is paged with one block per row (``block_size`` = the whole row, or the whole ring of a window).
 """
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from kvad.cache.policy import Full, Policy, narrowed, parse_policy
+from kvad.cache.policy import Full, Policy, Scored, narrowed, parse_policy
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
 from kvad.step import RESERVED_BLOCKS
@@ -102,6 +103,7 @@ class Group(NamedTuple):
     block_size: int
     blocks: int
     blocks_per_row: int  # live blocks of one row at most; 1 = the row's block is a ring: slot = position % block_size
+    scored: Scored | None = None  # the policy that ranks what these layers hold
 
     @property
     def usable(self) -> int:
@@ -133,23 +135,30 @@ class Fit(NamedTuple):
 
 def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...]:
     """Cache groups in the order of their first layer.  ConfigError for layers that cannot be cached, or not so."""
-    layers: dict[MixerSpec, list[int]] = {}
+    layers: dict[tuple[MixerSpec, Scored | None], list[int]] = {}
     for index, mixer in enumerate(config.narrowed(mixers)):
         if not mixer.causal and not mixer.cross:
             raise ConfigError(
                 f"layer {index} is bidirectional: every new token changes the keys of the ones before it",
                 "a bidirectional model runs without a cache",
             )
-        if config.endless and mixer.window is None and not mixer.cross:
+        if config.endless and mixer.window is None and not mixer.cross:  # ranked tokens keep their positions
             hint = f"take a policy that drops old ones: sinks(4, {max(1, config.capacity - 4)})"
             raise ConfigError(f"cache.endless: layer {index} keeps all tokens of a row", hint)
-        layers.setdefault(mixer, []).append(index)
-    if config.blocks is not None and layers and all(mixer.window is not None for mixer in layers):
-        raise ConfigError("cache.blocks: every layer has a window, whose size follows from cache.rows and cache.chunk")
-    return tuple(_group(mixer, tuple(where), config) for mixer, where in layers.items())
+        scored = None if mixer.cross or mixer.window is not None else config.kept.at(index).scored
+        layers.setdefault((mixer, scored), []).append(index)
+    if config.blocks is not None and layers and all(_bounded(*each) for each in layers):
+        raise ConfigError(
+            "cache.blocks: no layer keeps all tokens of a row: the size follows from cache.rows, cache.chunk and the policy"
+        )
+    return tuple(_group(mixer, scored, tuple(where), config) for (mixer, scored), where in layers.items())
 
 
-def _group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig) -> Group:
+def _bounded(mixer: MixerSpec, scored: Scored | None) -> bool:
+    return mixer.window is not None or scored is not None
+
+
+def _group(mixer: MixerSpec, scored: Scored | None, layers: tuple[int, ...], config: CacheConfig) -> Group:
     if mixer.cross:
         return _cross_group(mixer, layers, config)
     slots = config.capacity
@@ -157,13 +166,19 @@ def _group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig) -> Gr
         slots = mixer.window + min(config.chunk, config.capacity) - 1
     if config.layout == "contiguous":
         slots += mixer.sinks
+        if scored is not None:
+            slots = scored.budget + scored.every
         most = slots if config.endless else config.capacity
-        return Group(mixer, layers, min(slots, most), config.rows + RESERVED_BLOCKS, 1)
+        return Group(mixer, layers, min(slots, most), config.rows + RESERVED_BLOCKS, 1, scored)
     whole = _ceil(config.capacity, config.block_size)
     if mixer.window is not None:
         per_row = _ceil(mixer.sinks, config.block_size) + _ceil(slots, config.block_size) + 1
         per_row = per_row if config.endless else min(whole, per_row)
         return Group(mixer, layers, config.block_size, config.rows * per_row + RESERVED_BLOCKS, per_row)
+    if scored is not None:
+        per_row = min(whole, _ceil(scored.budget + scored.every, config.block_size))
+        usable = config.rows * per_row
+        return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, scored)
     usable = config.rows * whole if config.blocks is None else config.blocks
     return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, whole)
 

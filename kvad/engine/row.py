@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvad.cache.ledger import Placed
+from kvad.cache.ledger import Parked, Placed
 from kvad.cache.sources import PlacedSources
 from kvad.engine.beams import BeamGroup
 from kvad.engine.request import Sampling, TokenScore
@@ -46,6 +46,7 @@ class Row:
         "group",
         "limit",
         "order",
+        "parked",
         "pending",
         "prompt_len",
         "request",
@@ -73,6 +74,7 @@ class Row:
         self.computed = 0
         self.encoded = group.source is None
         self.pending: tuple[tuple[int, float], ...] | None = None
+        self.parked: Parked | None = None  # what it gave back, and will have again
         self.seat = -1
         self.state = WAITING
         self.scored = 0  # prompt positions whose successor has been scored

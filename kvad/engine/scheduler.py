@@ -127,6 +127,11 @@ class Scheduler:
         return usage
 
     def _check_beams(self, sampling: Sampling, limit: int) -> None:
+        if self.ledger.lossy:
+            raise RequestError(
+                "beams share what they have read, and under this cache's policy each row keeps what it ranks highest",
+                "search under a policy by position (full, window, sinks, truncate), or sample",
+            )
         if sampling.beams > self._num_seats:
             raise RequestError(
                 f"{sampling.beams} beams need as many rows, there are {self._num_seats}", "ask for fewer"
@@ -248,7 +253,7 @@ class Scheduler:
         for row in reading:
             if left <= 0:
                 break
-            new = min(len(row.tokens) - row.computed, self._chunk, left)
+            new = self._span(row, left)
             items.append((self._lanes.key(row, new), row, new))
             left -= new
         return items, left
@@ -268,10 +273,14 @@ class Scheduler:
                 self._blocked = self.ledger.releases
                 break
             del self._waiting[place]
-            new = min(len(row.tokens) - row.computed, self._chunk, left)
+            new = self._span(row, left)
             fresh.append((self._lanes.key(row, new), row, new))
             left -= new
         return fresh
+
+    def _span(self, row: Row, left: int) -> int:
+        """New tokens of a row in this step: a chunk, that ends where a policy cuts the row."""
+        return min(len(row.tokens) - row.computed, self._chunk, left, self.ledger.room(row.seat))
 
     def _admit_sources(self) -> None:
         """Seat waiting rows that have a source, oldest first; those whose source is not known wait to be encoded."""
@@ -329,14 +338,17 @@ class Scheduler:
         if len(self._seats) <= len(idle):
             return False
         seat = row.seat = self._seats[0]
-        length = self._share(row, seat)
+        length = self._woken(row, seat) if row.parked is not None else self._share(row, seat)
+        if length == 0 and row.parked is not None:
+            row.seat = -1
+            return False
         if length is None:
             most = row.scored if row.wants_prompt and row.scored < row.prompt_len - 1 else None
             length = self.ledger.admit(seat, row.tokens, row.group.root, most)
             assert length is not None, f"seat {seat} is taken"
-            if row.group.source is not None and not self._attach(row, seat, row.group.source):
-                self._leave(row, seated=False)
-                return False
+        if row.group.source is not None and not row.encoded and not self._attach(row, seat, row.group.source):
+            self._leave(row, seated=False)
+            return False
         row.computed = length
         if not alone and not self.ledger.fits(seat, len(row.tokens)):
             self._leave(row, seated=False)
@@ -345,6 +357,11 @@ class Scheduler:
         for beam in idle:
             beam.seat = heapq.heappop(self._seats)
         return True
+
+    def _woken(self, row: Row, seat: int) -> int:
+        """The length of a parked row that has its blocks again; 0: there is no room for them."""
+        assert row.parked is not None
+        return row.parked.length if self.ledger.wake(seat, row.parked) else 0
 
     def _idle_beams(self, row: Row) -> list[Row]:
         """Beams that take a seat with this row, the first of its search to be seated: they will be forked into it."""
@@ -377,8 +394,9 @@ class Scheduler:
                 return length
         return None
 
-    def _leave(self, row: Row, *, seated: bool = True, publish: bool = True) -> None:
-        self.ledger.release(row.seat, publish)
+    def _leave(self, row: Row, *, seated: bool = True, publish: bool = True, released: bool = False) -> None:
+        if not released:
+            self.ledger.release(row.seat, publish)
         if seated:
             heapq.heappush(self._seats, row.seat)
         row.seat, row.computed, row.width = -1, 0, 0
@@ -409,7 +427,9 @@ class Scheduler:
         rows = [row] if row.group.beams is None else [beam for beam in row.group.rows if beam.state == RUNNING]
         for each in rows:
             self._running.remove(each)
-            self._leave(each)
+            if self.ledger.lossy and each.computed:
+                each.parked = self.ledger.park(each.seat)
+            self._leave(each, released=each.parked is not None)
             each.state, each.pending = WAITING, None
             insort(self._waiting, each, key=_order)
         self._unseat_idle(row.group)
@@ -427,6 +447,7 @@ class Scheduler:
         work = []
         now: float | None = None
         for _, row, new in items:
+            row.parked = None
             if row.state == WAITING:
                 now = self._clock() if now is None else now
                 self._seat_down(row, now)
@@ -606,6 +627,9 @@ class Scheduler:
         elif row in self._waiting:
             self._waiting.remove(row)
             self._blocked = -1
+        if row.parked is not None:
+            self.ledger.forget(row.parked)
+            row.parked = None
         row.state = DONE
         request = row.group
         if all(sibling.state == DONE for sibling in request.rows):
