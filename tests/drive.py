@@ -17,6 +17,7 @@ from torch import Tensor
 from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
 from kvad.engine.request import Result, Sampling
+from kvad.lab.rounded import Rounded
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import RESERVED_BLOCKS, Lane, Step
@@ -116,17 +117,24 @@ def fill_unowned(engine: Engine, value: float) -> None:
         every = range(RESERVED_BLOCKS, group.blocks)
         blocks = [block for block in every if pool.refs[block] == 0 and pool.prefixes[block] is None]
         for layer in group.layers:
-            engine.memory.keys[layer][blocks] = value
-            engine.memory.values[layer][blocks] = value
+            for array in (*engine.memory.keys[layer].arrays, *engine.memory.values[layer].arrays):
+                array[blocks] = value if array.is_floating_point() or math.isfinite(value) else 127  # 127 as fp8: NaN
 
 
 @torch.inference_mode()
 def uncached(
-    model: Transformer, tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None
+    model: Transformer,
+    tokens: Sequence[int],
+    limit: int | None = None,
+    source: Sequence[int] | None = None,
+    formats: tuple[str, str] | None = None,
 ) -> Tensor:
-    """[T, V] from Fresh; ``limit``: the length that the row may reach (it decides the rotary regime)."""
-    step = fresh_step(tokens, limit, source)
-    return model.logits(model(step, Fresh(model.config, kernel="reference")), step.wanted)
+    """[T, V] from Fresh; ``limit``: the length that the row may reach (it decides the rotary regime).
+
+    ``formats``: keys and values go through these and back."""
+    step, fresh = fresh_step(tokens, limit, source), Fresh(model.config, kernel="reference")
+    memory = fresh if formats is None else Rounded(fresh, *formats)
+    return model.logits(model(step, memory), step.wanted)
 
 
 def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None) -> Step:
@@ -137,13 +145,13 @@ def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence
     return Step(ids, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits, source=read)
 
 
-def worst(model: Transformer, streams: Sequence[Stream], run: Run) -> float:
-    """max |dlogit| of a run against Fresh, over every sampled position of every stream."""
+def worst(model: Transformer, streams: Sequence[Stream], run: Run, formats: tuple[str, str] | None = None) -> float:
+    """max |dlogit| of a run against Fresh (of those formats), over every sampled position of every stream."""
     largest = 0.0
     for number, stream in enumerate(streams):
         for sample in range(len(stream.continuations)):
             tokens = stream.tokens(sample)
-            right = uncached(model, tokens, source=stream.source)
+            right = uncached(model, tokens, source=stream.source, formats=formats)
             got = run.logits[number, sample]
             assert sorted(got) == list(range(len(stream.prompt) - 1, len(tokens) - 1)), "a position was never sampled"
             for position, logits in got.items():

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from kvad.cache.ledger import Ledger
@@ -88,7 +87,7 @@ class Engine:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.device = model.table.device
         placed = groups(mixers(model.config), cache)
-        self.memory = Memory(placed, dtype=getattr(torch, cache.dtype), device=self.device, kernel=kernel, probe=probe)
+        self.memory = Memory(placed, device=self.device, kernel=kernel, probe=probe)
         self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows)
         limit = min(model.config.limit, cache.capacity)
         self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=cache.chunk, limit=limit)
@@ -255,7 +254,7 @@ class Engine:
         """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
         wanted = len(tokens) + (self._limit if sampling.max_tokens is None else sampling.max_tokens)
         regime = self.runner.regime(min(self._limit, wanted))
-        name = f"{salt}\0{self.cache.dtype}\0{regime}\0{'' if source is None else list(source)}"
+        name = f"{salt}\0{self.cache.stored}\0{regime}\0{'' if source is None else list(source)}"
         return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
     def _pieces(self, events: Sequence[Event]) -> list[Piece]:
