@@ -87,7 +87,7 @@ def measure(asked: CacheConfig, new: int) -> dict[str, object]:
     least = CacheConfig(layout=asked.layout, dtype=asked.dtype, rows=1, capacity=32, chunk=16, block_size=16)
     warm = Engine(model, least)
     generate(warm, 1, 16, 4)
-    small = warm.memory.payload_bytes() + warm.memory.column_bytes()
+    small = sum(leaf.nbytes for leaf in warm.memory.leaves())
     warm.close()
     del warm
     baseline = trimmed()
@@ -97,10 +97,10 @@ def measure(asked: CacheConfig, new: int) -> dict[str, object]:
     reset_peak()
     began = time.perf_counter()
     engine = Engine(model, asked)
-    after_start = engine.memory.payload_bytes() + engine.memory.column_bytes()
+    after_start = sum(leaf.nbytes for leaf in engine.memory.leaves())
     between = generate(engine, asked.rows, asked.capacity - new, new) - baseline
     seconds, peak, resident = time.perf_counter() - began, status("VmHWM") - baseline, status("VmRSS") - baseline
-    assert after_start == engine.memory.payload_bytes() + engine.memory.column_bytes() == plan.pool
+    assert after_start == sum(leaf.nbytes for leaf in engine.memory.leaves()) == plan.pool
     return {**report(asked, plan, resident, between, peak), "warm_pool": small, "seconds": round(seconds, 1)}
 
 

@@ -18,6 +18,7 @@ from kvad.cache.sizing import CacheConfig
 from kvad.config import mixers
 from kvad.engine.engine import Engine
 from kvad.engine.request import Result, Sampling
+from kvad.lab.rounded import Rounded
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import RESERVED_BLOCKS, Lane, Step
@@ -117,8 +118,8 @@ def fill_unowned(engine: Engine, value: float) -> None:
         every = range(RESERVED_BLOCKS, group.blocks)
         blocks = [block for block in every if pool.refs[block] == 0 and pool.prefixes[block] is None]
         for layer in group.layers:
-            engine.memory.keys[layer][blocks] = value
-            engine.memory.values[layer][blocks] = value
+            for array in (*engine.memory.keys[layer].arrays, *engine.memory.values[layer].arrays):
+                array[blocks] = value if array.is_floating_point() or math.isfinite(value) else 127  # 127 as fp8: NaN
 
 
 @torch.inference_mode()
@@ -128,12 +129,15 @@ def uncached(
     limit: int | None = None,
     source: Sequence[int] | None = None,
     cache: CacheConfig | None = None,
+    formats: tuple[str, str] | None = None,
 ) -> Tensor:
-    """[T, V] from Fresh; ``limit``: the length that the row may reach (it decides the rotary regime); ``cache``: whose
-    policy says what a query may see."""
+    """[T, V] from Fresh; ``limit``: the length that the row may reach (it decides the rotary regime).
+
+    ``cache``: whose policy says what a query may see; ``formats``: keys and values go through these and back."""
     step = fresh_step(tokens, limit, source)
-    specs = None if cache is None else cache.narrowed(mixers(model.config))
-    return model.logits(model(step, Fresh(model.config, specs=specs, kernel="reference")), step.wanted)
+    fresh = Fresh(model.config, specs=None if cache is None else cache.narrowed(mixers(model.config)), kernel="reference")
+    memory = fresh if formats is None else Rounded(fresh, *formats)
+    return model.logits(model(step, memory), step.wanted)
 
 
 def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence[int] | None = None) -> Step:
@@ -144,13 +148,20 @@ def fresh_step(tokens: Sequence[int], limit: int | None = None, source: Sequence
     return Step(ids, every, (Lane(1, len(tokens), len(tokens)),), every, limits=limits, source=read)
 
 
-def worst(model: Transformer, streams: Sequence[Stream], run: Run, cache: CacheConfig | None = None) -> float:
-    """max |dlogit| of a run against Fresh (under the cache's policy), over every sampled position of every stream."""
+def worst(
+    model: Transformer,
+    streams: Sequence[Stream],
+    run: Run,
+    cache: CacheConfig | None = None,
+    formats: tuple[str, str] | None = None,
+) -> float:
+    """max |dlogit| of a run against Fresh (under the cache's policy, of those formats), over every sampled position of
+    every stream."""
     largest = 0.0
     for number, stream in enumerate(streams):
         for sample in range(len(stream.continuations)):
             tokens = stream.tokens(sample)
-            right = uncached(model, tokens, source=stream.source, cache=cache)
+            right = uncached(model, tokens, source=stream.source, cache=cache, formats=formats)
             got = run.logits[number, sample]
             assert sorted(got) == list(range(len(stream.prompt) - 1, len(tokens) - 1)), "a position was never sampled"
             for position, logits in got.items():

@@ -333,7 +333,7 @@ def test_load_takes_a_dtype_and_a_cache(folder):
     with LLM.load(folder, dtype="float64", rows=2, capacity=32, layout="contiguous", cache_dtype="bfloat16") as llm:
         assert llm.model.embed.tokens.weight.dtype == torch.float64
         assert llm.cache == CacheConfig(rows=2, capacity=32, layout="contiguous", dtype="bfloat16")
-        assert llm.engine.memory.keys[0].dtype == torch.bfloat16
+        assert llm.engine.memory.keys[0].data.dtype == torch.bfloat16
     with LLM.load(folder, memory=CacheConfig(capacity=16)) as llm:
         assert llm.cache == CacheConfig(capacity=16)
     with LLM.load(folder) as llm:

@@ -12,6 +12,7 @@ import random
 import pytest
 import torch
 
+from kvad.cache.formats import parted
 from kvad.cache.sizing import CacheConfig
 from kvad.model.transformer import Transformer
 from tests.drive import Run, Stream, drive, worst
@@ -21,7 +22,7 @@ from tests.pairwise import Case, full, pairwise
 SCENARIOS = ("solo", "ragged", "chunked", "mixed", "preempted", "prefix-hit", "forked", "long-and-short")
 AXES = {
     "layout": ("paged", "contiguous"),
-    "dtype": ("float64", "float32", "bfloat16", "float16"),
+    "dtype": ("float64", "float32", "bfloat16", "float16", "fp8-e4m3", "fp8-e5m2", "int8", "int4", "int8/int4"),
     "position": POSITIONS,
     "norm": NORMS,
     "heads": HEADS,
@@ -34,6 +35,10 @@ TRANSLATING = AXES | {  # an encoder-decoder: "own" has a source vocabulary (and
 }
 # max |dlogit| over logits of a few units; what is stored is rounded, what is computed is not.
 TOLERANCE = {"float64": 1e-10, "float32": 2e-4, "bfloat16": 1.0, "float16": 0.15}
+# A lossy format has a judge of its own, Fresh whose keys and values go through it, and must equal that exactly: it may
+# depend on nothing but the token.  What it loses against the model itself is less than this.
+LOSS = {"fp8-e4m3": 3.0, "fp8-e5m2": 6.0, "int8": 0.4, "int4": 6.0, "int8/int4": 4.0}
+TOLERANCE |= dict.fromkeys(LOSS, 1e-10)
 
 
 def streams_of(scenario: str, draw: random.Random) -> list[Stream]:
@@ -81,9 +86,11 @@ def with_sources(scenario: str, streams: list[Stream], draw: random.Random) -> l
 def cache_of(case: Case) -> CacheConfig:
     scenario, paged = case["scenario"], case["layout"] == "paged"
     tight = scenario == "preempted"
+    keys, values = parted(case["dtype"])
     return CacheConfig(
         layout="paged" if paged else "contiguous",
-        dtype=case["dtype"],
+        keys=keys,
+        values=values,
         block_size=4,
         rows=2 if tight and not paged else 4,
         capacity=96,
@@ -130,7 +137,7 @@ def translated(case: Case, streams: list[Stream], run: Run) -> None:
 
 def measure(case: Case) -> float:
     draw = random.Random(repr(case))
-    dtype = torch.float64 if case["dtype"] == "float64" else torch.float32
+    dtype = torch.float32 if case["dtype"] in ("float32", "bfloat16", "float16") else torch.float64
     kind = case["position"], case["norm"], case["heads"]
     config = pair_config(*kind, own=case["vocab"] == "own") if "vocab" in case else model_config(*kind)
     model, streams = build(config, dtype=dtype), streams_of(case["scenario"], draw)
@@ -140,7 +147,11 @@ def measure(case: Case) -> float:
     happened(case, run)
     if "vocab" in case:
         translated(case, streams, run)
-    return worst(model, streams, run)
+    if case["dtype"] not in LOSS:
+        return worst(model, streams, run)
+    loss = worst(model, streams, run)
+    assert 1e-6 < loss <= LOSS[case["dtype"]], "its own loss"
+    return worst(model, streams, run, parted(case["dtype"]))
 
 
 def case_id(case: Case) -> str:

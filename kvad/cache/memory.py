@@ -1,9 +1,10 @@
 """Memory: the device face of the cache.  It holds tensors and decides nothing.
 
-One store of keys and one of values per layer, ``[blocks, K, block_size, D]``, and per group one column of positions,
-``[blocks, block_size]`` int64.  A slot is visible iff its position is >= 0, which is so iff the row that owns its
-block wrote it: ``apply`` clears blocks that change hands (positions to -1, contents to zero), and nothing ever writes
-block 0 (empty, it pads tables).  So whether rows are contiguous, paged or ring-shaped, one mask rule serves.
+One :class:`~kvad.cache.store.Store` of keys and one of values per layer, in the formats of their group, and per group
+one column of positions, ``[blocks, block_size]`` int64.  A slot is visible iff its position is >= 0, which is so iff the
+row that owns its block wrote it: ``apply`` clears blocks that change hands (positions to -1, contents to zero), and
+nothing ever writes block 0 (empty, it pads tables).  So whether rows are contiguous, paged or ring-shaped, one mask rule
+serves.
 
 A cross-attention's group holds sources instead of rows: written once, by a step without decoder tokens, and read by
 every row that shares the source.
@@ -19,8 +20,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvad.cache.layout import Table, read, read_column, split, write
+from kvad.cache.layout import Table, read_column, split
 from kvad.cache.sizing import Group
+from kvad.cache.store import Store
 from kvad.errors import CacheError
 from kvad.ops.attend import Kernel, Reading
 from kvad.ops.lanes import Probe, lane_spans, observe
@@ -31,19 +33,18 @@ __all__ = ["Memory"]
 
 
 class Memory:
-    """Stores for every layer of a model, allocated once.
+    """Stores for every layer of a model, allocated once, in the formats that ``groups`` name.
 
-    ``dtype`` is how keys and values are stored; they are widened to the query's dtype when read.  ``rotate``: whether
-    RoPE turns keys as they are stored or as they are read; ``exact``: its angles are computed in float64, for rows
-    without an end.  ``probe`` is shown what every layer sees (a debugger's and ``kvad verify``'s seam); it costs the
-    fused kernel.
+    Keys and values come back in the query's dtype when they are read.  ``rotate``: whether RoPE turns keys as they are
+    stored or as they are read; ``exact``: its angles are computed in float64, for rows without an end.  ``probe`` is
+    shown what every layer sees (a debugger's and ``kvad verify``'s seam); it costs the fused kernel.  ConfigError where
+    torch lacks a format.
     """
 
     def __init__(
         self,
         groups: Sequence[Group],
         *,
-        dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         rotate: Literal["write", "read"] = "write",
         exact: bool = False,
@@ -53,23 +54,28 @@ class Memory:
         self.groups = tuple(groups)
         self.kernel, self.probe = kernel, probe
         self.rotates_on_read, self.exact = rotate == "read", exact
-        layers = sum(len(group.layers) for group in self.groups)
-        self.keys: list[Tensor] = [torch.empty(0)] * layers
-        self.values: list[Tensor] = [torch.empty(0)] * layers
+        keys: dict[int, Store] = {}
+        values: dict[int, Store] = {}
         self.positions: list[Tensor] = []
         for group in self.groups:
-            spec, shape = group.mixer, (group.blocks, group.mixer.kv_heads, group.block_size)
+            spec, size = group.mixer, group.block_size
             for layer in group.layers:
-                self.keys[layer] = torch.zeros(*shape, spec.head_dim, dtype=dtype, device=device)
-                self.values[layer] = torch.zeros(*shape, spec.value_dim, dtype=dtype, device=device)
-            self.positions.append(torch.full((group.blocks, group.block_size), -1, dtype=torch.int64, device=device))
+                keys[layer] = Store(group.keys, group.blocks, spec.kv_heads, size, spec.head_dim, device)
+                values[layer] = Store(group.values, group.blocks, spec.kv_heads, size, spec.value_dim, device)
+            self.positions.append(torch.full((group.blocks, size), -1, dtype=torch.int64, device=device))
+        self.keys = [keys[layer] for layer in sorted(keys)]
+        self.values = [values[layer] for layer in sorted(values)]
 
     def leaves(self) -> list[Tensor]:
         """Every tensor of the cache, flat: keys and values by layer, then positions by group."""
-        return [*self.keys, *self.values, *self.positions]
+        stores = (*self.keys, *self.values)
+        return [*(array for store in stores for array in store.arrays), *self.positions]
 
     def payload_bytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+        return sum(store.data.nbytes for store in (*self.keys, *self.values))
+
+    def scale_bytes(self) -> int:
+        return sum(store.nbytes for store in (*self.keys, *self.values)) - self.payload_bytes()
 
     def column_bytes(self) -> int:
         return sum(t.nbytes for t in self.positions)
@@ -89,15 +95,15 @@ class Memory:
     def _clear(self, group: Group, positions: Tensor, blocks: Tensor) -> None:
         positions.index_fill_(0, blocks, -1)
         for layer in group.layers:
-            self.keys[layer].index_fill_(0, blocks, 0)
-            self.values[layer].index_fill_(0, blocks, 0)
+            self.keys[layer].clear(blocks)
+            self.values[layer].clear(blocks)
 
     def _copy(self, group: Group, positions: Tensor, source: int, target: int, kept: int) -> None:
         positions[target, :kept] = positions[source, :kept]
         positions[target, kept:] = -1
         for layer in group.layers:
-            self.keys[layer][target] = self.keys[layer][source]
-            self.values[layer][target] = self.values[layer][source]
+            self.keys[layer].copy(source, target)
+            self.values[layer].copy(source, target)
 
     def open(self, step: Step) -> Sequence[View]:
         """Mark the new tokens' slots and build one view per layer; masks and indices are made once per group."""
@@ -145,12 +151,12 @@ class _Reads:
             self.tables.append(table)
             self.readings.append(Reading(queries, Mark(read_column(memory.positions[number], table)), reach))
 
-    def attend(self, layer: int, q: Tensor, keys: Tensor, values: Tensor, score: Score) -> Tensor:
+    def attend(self, layer: int, q: Tensor, keys: Store, values: Store, score: Score) -> Tensor:
         outs = []
         for number, lane in enumerate(self.lanes):
             low, high = self.spans[number]
             queries, at = q[low:high].unflatten(0, (lane.rows, lane.new)), slice(low, high)
-            k, v = read(keys, self.tables[number]), read(values, self.tables[number])
+            k, v = keys.read(self.tables[number], q.dtype), values.read(self.tables[number], q.dtype)
             reading = self.readings[number]
             if self.turning and score.rotary is not None:
                 k = rotate_rows(k, reading.keys.position, score.rotary, at, exact=self.exact)
@@ -168,7 +174,7 @@ class _Shared:
 
 
 class _MemoryView:
-    def __init__(self, shared: _Shared, layer: int, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, shared: _Shared, layer: int, keys: Store, values: Store) -> None:
         self._shared, self._layer, self._keys, self._values = shared, layer, keys, values
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
@@ -178,8 +184,8 @@ class _MemoryView:
         if score.rotary is not None:
             q = shared.angles.rotate(q, score.rotary)
             k = k if shared.read.turning else shared.angles.rotate(k, score.rotary)
-        write(self._keys, written.blocks, written.offsets, k)
-        write(self._values, written.blocks, written.offsets, v)
+        self._keys.write(written.blocks, written.offsets, k)
+        self._values.write(written.blocks, written.offsets, v)
         return shared.read.attend(self._layer, q, self._keys, self._values, score)
 
     def write(self, k: Tensor, v: Tensor) -> None:
@@ -189,7 +195,7 @@ class _MemoryView:
 class _CrossView:
     """``written`` None: this step brings no source."""
 
-    def __init__(self, written: _Written | None, reads: _Reads, layer: int, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, written: _Written | None, reads: _Reads, layer: int, keys: Store, values: Store) -> None:
         self._written, self._reads = written, reads
         self._layer, self._keys, self._values = layer, keys, values
 
@@ -201,8 +207,8 @@ class _CrossView:
     def write(self, k: Tensor, v: Tensor) -> None:
         assert self._written is not None, "this step brings no source"
         _refuse_gradients(k, v)
-        write(self._keys, self._written.blocks, self._written.offsets, k)
-        write(self._values, self._written.blocks, self._written.offsets, v)
+        self._keys.write(self._written.blocks, self._written.offsets, k)
+        self._values.write(self._written.blocks, self._written.offsets, v)
 
 
 def _refuse_gradients(*tensors: Tensor) -> None:

@@ -2,9 +2,9 @@
 
 Two kinds of numbers, and they are kept apart:
 
-* **to the byte**: weights (``sum of state_dict nbytes``) and the pool (``Memory.payload_bytes/column_bytes``), because
-  the same functions size the real ones.  A pool is payload and columns for the rows asked, in whole blocks, and the
-  *reserved* blocks of each group beside them (``step.py``: empty and bin).
+* **to the byte**: weights (``sum of state_dict nbytes``) and the pool (``Memory.payload_bytes``, ``scale_bytes``,
+  ``column_bytes``), because the same functions size the real ones.  A pool is payload, scales and columns for the rows
+  asked, in whole blocks, and the *reserved* blocks of each group beside them (``step.py``: empty and bin).
 * **an upper bound of a step's peak**: scratch and activations of the largest step that the scheduler may plan, of the
   decoder or of the encoder; ``cache/peak.py`` has the formulas.  Not counted: the interpreter and torch themselves
   (about 250 MiB), allocator slack, and prompt scoring, which wants the logits of all T tokens instead of one per row.
@@ -33,19 +33,24 @@ BUDGET = 2048  # new tokens of a step, unless the engine is told otherwise
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """One cache group's share.  ``payload`` and ``columns`` are for the rows asked; ``reserved`` stands beside them."""
+    """One cache group's share.  ``payload``, ``scales`` and ``columns`` are for the rows asked; beside them stands
+    ``reserved``."""
 
     group: Group
     bytes: GroupBytes  # of the whole pool, reserved blocks included
 
     @property
     def reserved(self) -> int:
-        """Payload and columns of the empty block and the bin."""
+        """Payload, scales and columns of the empty block and the bin."""
         return RESERVED_BLOCKS * self.bytes.total // self.group.blocks
 
     @property
     def payload(self) -> int:
         return self.bytes.payload // self.group.blocks * self.group.usable
+
+    @property
+    def scales(self) -> int:
+        return self.bytes.scales // self.group.blocks * self.group.usable
 
     @property
     def columns(self) -> int:
@@ -55,6 +60,10 @@ class GroupPlan:
     def row_payload(self) -> int:
         """Keys and values of one row at its longest, in whole blocks."""
         return self.bytes.per_token_payload * self.slots
+
+    @property
+    def row_scales(self) -> int:
+        return self.bytes.scales // self.group.blocks * self.group.blocks_per_row
 
     @property
     def row_columns(self) -> int:
@@ -84,6 +93,10 @@ class MemoryPlan:
         return sum(group.payload for group in self.groups)
 
     @property
+    def scales(self) -> int:
+        return sum(group.scales for group in self.groups)
+
+    @property
     def columns(self) -> int:
         return sum(group.columns for group in self.groups)
 
@@ -94,7 +107,7 @@ class MemoryPlan:
     @property
     def pool(self) -> int:
         """What Memory allocates."""
-        return self.payload + self.columns + self.reserved
+        return self.payload + self.scales + self.columns + self.reserved
 
     @property
     def total(self) -> int:
@@ -155,7 +168,7 @@ def _plan(config: ModelConfig, cache: CacheConfig, weights_dtype: str, budget: i
         weights_dtype,
         budget,
         weights,
-        tuple(GroupPlan(group, group_bytes(group, cache.dtype)) for group in made),
+        tuple(GroupPlan(group, group_bytes(group)) for group in made),
         passing.scratch,
         passing.activations,
     )
@@ -237,7 +250,8 @@ def step_bytes(plan: MemoryPlan, rows: int, context: int) -> int:
         mixer = each.group.mixer
         length = plan.cache.source_capacity if mixer.cross else context
         seen = length if mixer.window is None else min(length, mixer.window)
-        cached += seen * (each.bytes.per_token_payload + each.bytes.per_token_columns)
+        size = each.bytes
+        cached += seen * (size.per_token_payload + size.per_token_scales + size.per_token_columns)
     return weights + rows * cached
 
 

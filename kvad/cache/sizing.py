@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from kvad.cache.formats import Format, find_format, joined
 from kvad.cache.policy import Full, Policy, Scored, narrowed, parse_policy
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
@@ -50,7 +51,9 @@ class CacheConfig:
     """What a cache is asked to hold.  ConfigError for a value that cannot be."""
 
     layout: Literal["paged", "contiguous"] = "paged"
-    dtype: str = "float32"
+    dtype: str = "float32"  # of keys and values, one of cache/formats.py, where the next two do not say otherwise
+    keys: str | None = None
+    values: str | None = None
     block_size: int = 16  # slots of a block; contiguous: no-op, a block is a row
     rows: int = 8  # live sequences
     capacity: int  # tokens of the longest row
@@ -68,8 +71,7 @@ class CacheConfig:
             raise ConfigError(f"cache.rotate: {self.rotate!r}", nearest(self.rotate, ("write", "read")))
         if self.layout not in ("paged", "contiguous"):
             raise ConfigError(f"cache.layout: {self.layout!r}", nearest(self.layout, ("paged", "contiguous")))
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"cache.dtype: {self.dtype!r}", nearest(self.dtype, DTYPE_BYTES))
+        self._check_formats()
         for name, least in (("block_size", 1), ("rows", 1), ("capacity", 1), ("chunk", 1), ("source_capacity", 0)):
             _at_least(least, name, getattr(self, name))
         if self.blocks is not None:
@@ -86,6 +88,32 @@ class CacheConfig:
         """A model's layers as this cache lets them see: what an uncached judge of it has to see, too."""
         grain = 1 if self.layout == "contiguous" else self.block_size
         return narrowed(mixers, self.kept, grain, renumber=self.endless)
+
+    def _check_formats(self) -> None:
+        find_format(self.dtype, "cache.dtype")
+        for name, said in (("keys", self.keys), ("values", self.values)):
+            key = f"cache.{name if said is not None else 'dtype'}"
+            asked = find_format(said if said is not None else self.dtype, key)
+            if asked.sealed and name == "values":
+                raise ConfigError(
+                    f"{key}: {asked.name} is for keys: values differ from token to token, not by channel",
+                    f"cache.values={asked.name.partition('-')[0]!r}",
+                )
+            if asked.sealed:  # until a row has a window of full precision before its packed blocks
+                raise ConfigError(
+                    f"{key}: {asked.name} packs whole blocks, which comes with levels of precision",
+                    f"{asked.name.partition('-')[0]!r} has a scale per token",
+                )
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Of keys, of values."""
+        return self.keys or self.dtype, self.values or self.dtype
+
+    @property
+    def stored(self) -> str:
+        """Both by one name: "int8", or "int8/int4"."""
+        return joined(*self.formats)
 
 
 def _at_least(least: int, name: str, value: object) -> None:
@@ -104,6 +132,14 @@ class Group(NamedTuple):
     blocks: int
     blocks_per_row: int  # live blocks of one row at most; 1 = the row's block is a ring: slot = position % block_size
     scored: Scored | None = None  # the policy that ranks what these layers hold
+    keys: str = "float32"  # formats, by name
+    values: str = "float32"
+
+    @property
+    def stores(self) -> tuple[tuple[Format, int], tuple[Format, int]]:
+        """(format, numbers of a head) of a layer's keys, and of its values."""
+        mixer = self.mixer
+        return (find_format(self.keys, "keys"), mixer.head_dim), (find_format(self.values, "values"), mixer.value_dim)
 
     @property
     def usable(self) -> int:
@@ -112,17 +148,22 @@ class Group(NamedTuple):
 
 
 class GroupBytes(NamedTuple):
-    """Bytes of one group's pool.  ``per_row``: one row at its longest; ``per_token``: while it grows."""
+    """Bytes of one group's pool.  ``scales``: what decodes the payload (scales, zeros), where it is not plain numbers.
+
+    ``per_row``: one row at its longest; ``per_token``: while it grows (a block's own scales shared out, rounded up).
+    """
 
     payload: int
+    scales: int
     columns: int
     per_token_payload: int
+    per_token_scales: int
     per_token_columns: int
     per_row: int
 
     @property
     def total(self) -> int:
-        return self.payload + self.columns
+        return self.payload + self.scales + self.columns
 
 
 class Fit(NamedTuple):
@@ -151,7 +192,21 @@ def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...
         raise ConfigError(
             "cache.blocks: no layer keeps all tokens of a row: the size follows from cache.rows, cache.chunk and the policy"
         )
-    return tuple(_group(mixer, scored, tuple(where), config) for (mixer, scored), where in layers.items())
+    for (mixer, _), where in layers.items():
+        _check_widths(mixer, where[0], config)
+    keys, values = config.formats
+    placed = (_group(mixer, scored, tuple(where), config) for (mixer, scored), where in layers.items())
+    return tuple(group._replace(keys=keys, values=values) for group in placed)
+
+
+def _check_widths(mixer: MixerSpec, layer: int, config: CacheConfig) -> None:
+    """``layer``: one of those that the mixer stands for."""
+    for side, name, dim in zip(("keys", "values"), config.formats, (mixer.head_dim, mixer.value_dim), strict=True):
+        if find_format(name, f"cache.{side}").even and dim % 2:
+            raise ConfigError(
+                f"cache.{side}: {name} packs two numbers into a byte, and the {side} of layer {layer} have {dim}",
+                f"cache.{side}='int8' takes any width",
+            )
 
 
 def _bounded(mixer: MixerSpec, scored: Scored | None) -> bool:
@@ -193,13 +248,28 @@ def _cross_group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig)
     return Group(mixer, layers, config.block_size, config.rows * per_row + RESERVED_BLOCKS, per_row)
 
 
-def group_bytes(group: Group, dtype: str) -> GroupBytes:
-    """``payload = layers * blocks * block_size * K * (D + Dv) * bytes``; columns: one int64 position per slot."""
-    mixer = group.mixer
-    per_token = len(group.layers) * mixer.kv_heads * (mixer.head_dim + mixer.value_dim) * DTYPE_BYTES[dtype]
-    slots = group.blocks * group.block_size
-    per_row = group.blocks_per_row * group.block_size * (per_token + POSITION_BYTES)
-    return GroupBytes(slots * per_token, slots * POSITION_BYTES, per_token, POSITION_BYTES, per_row)
+def group_bytes(group: Group) -> GroupBytes:
+    """``blocks * layers * K`` times what a block takes of every array of its formats; columns: one int64 position per
+    slot.
+
+    float32, D = Dv = 64, K = 1, one layer: 512 bytes of payload per token;  int8: 128, and 8 of scales.
+    """
+    size, lines = group.block_size, len(group.layers) * group.mixer.kv_heads
+    payload = scales = 0  # of a block
+    for form, dim in group.stores:
+        for array in form.arrays(dim):
+            taken = lines * array.nbytes * (size if array.grain == "slot" else 1)
+            payload, scales = (payload + taken, scales) if array.name == "data" else (payload, scales + taken)
+    columns = size * POSITION_BYTES
+    return GroupBytes(
+        group.blocks * payload,
+        group.blocks * scales,
+        group.blocks * columns,
+        payload // size,
+        _ceil(scales, size),
+        POSITION_BYTES,
+        group.blocks_per_row * (payload + scales + columns),
+    )
 
 
 def _ceil(a: int, b: int) -> int:

@@ -141,7 +141,7 @@ def group_use(llm: LLM, peak: tuple[int, ...] | None = None) -> tuple[GroupUse, 
     ledger, made = llm.engine.ledger, []
     stats = ledger.stats()
     for index, group in enumerate(ledger.groups):
-        pool = group_bytes(group, llm.cache.dtype).total
+        pool = group_bytes(group).total
         used = stats.used[index]
         made.append(
             GroupUse(

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from kvad.cache.ledger import Ledger
@@ -93,7 +92,6 @@ class Engine:
         placed = groups(mixers(model.config), cache)
         self.memory = Memory(
             placed,
-            dtype=getattr(torch, cache.dtype),
             device=self.device,
             rotate=cache.rotate,
             exact=cache.endless,
@@ -267,7 +265,7 @@ class Engine:
         """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
         wanted = len(tokens) + (self._limit if sampling.max_tokens is None else sampling.max_tokens)
         regime = self.runner.regime(min(self._limit, wanted, self.model.config.limit))
-        name = f"{salt}\0{self.cache.dtype}\0{regime}\0{'' if source is None else list(source)}"
+        name = f"{salt}\0{self.cache.stored}\0{regime}\0{'' if source is None else list(source)}"
         return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
     def _pieces(self, events: Sequence[Event]) -> list[Piece]:

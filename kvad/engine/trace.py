@@ -109,7 +109,7 @@ def _through_cache(model: Transformer, tokens: Sequence[int], recorder: _Recorde
     )
     placed = groups(mixers(model.config), config)
     device = model.table.device
-    memory = Memory(placed, dtype=model.table.dtype, device=device, probe=recorder.probe)
+    memory = Memory(placed, device=device, probe=recorder.probe)
     ledger = Ledger(placed, prefix=False, seats=1)
     ledger.admit(0, tokens, b"")
     logits = []

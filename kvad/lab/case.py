@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvad.cache.formats import FORMATS
 from kvad.cache.memory import Memory
 from kvad.lab.replay import Key, Stream
 from kvad.lab.watch import Books, Call, Layer, Told
@@ -23,7 +24,7 @@ GROSS = 1e3  # times the largest element: nothing but an overflow
 @dataclass(frozen=True)
 class World:
     """What every case is held against.  ``close``: how far from the judge's largest element is still equal;
-    ``stored``: the precision that was promised; ``lossy``: forgive what follows from rounding to it."""
+    ``stored``: the formats promised, of keys and values; ``lossy``: forgive what follows from rounding to them."""
 
     model: Transformer
     streams: Sequence[Stream]
@@ -31,7 +32,7 @@ class World:
     memory: Memory
     books: Books
     close: float
-    stored: torch.dtype
+    stored: tuple[str, str]
     lossy: bool
 
 
@@ -66,7 +67,8 @@ class Case:
         self.world, self.call, self.row = world, call, row
         self.memory, self.close = world.memory, world.close
         if world.lossy:
-            self.close = max(self.close, 2 * torch.finfo(world.stored).eps) if call.layer == 0 else GROSS
+            coarsest = max(FORMATS[name].eps for name in world.stored)
+            self.close = max(self.close, 2 * coarsest) if call.layer == 0 else GROSS
         self.judge = world.judge[row.key][call.layer]
         seen, r = row.seen, row.lane_row
         self.q, self.k, self.v = seen.q[r], seen.k[r], seen.v[r]

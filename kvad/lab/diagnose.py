@@ -28,7 +28,7 @@ from kvad.ops.lanes import Probe
 
 __all__ = ["BuildMemory", "diagnose"]
 
-BuildMemory = Callable[[Sequence[Group], torch.dtype, Probe], Memory]
+BuildMemory = Callable[[Sequence[Group], Probe], Memory]
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}  # relative to the largest element, when nothing is rounded
 
 
@@ -43,7 +43,7 @@ def diagnose(
 ) -> Finding | None:
     """The first difference of ``build``'s memory from ``model`` without one, named; None where there is none.
 
-    ``lossy``: only what a half precision does not excuse: layer 0's keys and values beyond their rounding, and gross
+    ``lossy``: only what the formats do not excuse: layer 0's keys and values beyond their rounding, and gross
     ones (an overflow) further up, where rounding has spread.
     """
     inspector = _Inspector(model, config, streams, build, lossy)
@@ -82,13 +82,13 @@ class _Inspector:
             for sample in range(len(stream.forced))
         }
 
-    def make(self, placed: Sequence[Group], dtype: torch.dtype) -> Cache:
+    def make(self, placed: Sequence[Group]) -> Cache:
         """The memory that the replay runs on, watched."""
         watched = WatchedCache(self.look)
-        memory = self.build(placed, dtype, watched.probe)
+        memory = self.build(placed, watched.probe)
         close = CLOSE[next(iter(self.judge.values()))[0].q.dtype]
         books = Books(groups(mixers(self.model.config), self.config))
-        self.world = World(self.model, self.streams, self.judge, memory, books, close, dtype, self.lossy)
+        self.world = World(self.model, self.streams, self.judge, memory, books, close, self.config.formats, self.lossy)
         return watched.hold(memory)
 
     def enter(self, plan: Plan) -> None:
@@ -104,5 +104,5 @@ class _Inspector:
             if where is not None:
                 what, position, size = where
                 fault, evidence = explain(case)
-                stored = self.config.dtype
+                stored = self.config.stored
                 raise _Found(Finding(fault, call.layer, *row.key, position, what, size, evidence, stored))

@@ -28,7 +28,7 @@ from kvad.step import EMPTY_BLOCK, Lane, Place, Score, Step, View
 
 __all__ = ["check_fault", "hurt_memory", "hurt_model"]
 
-LOWER = {torch.float64: torch.float32, torch.float32: torch.bfloat16, torch.float16: torch.bfloat16}
+LOWER = {"float64": "float32", "float32": "bfloat16", "float16": "bfloat16"}
 
 
 def check_fault(fault: str, config: ModelConfig, cache: CacheConfig) -> None:
@@ -49,18 +49,19 @@ def check_fault(fault: str, config: ModelConfig, cache: CacheConfig) -> None:
         raise UsageError("--break layer: no two layers of this model share a cache group", "try --break table")
 
 
-def hurt_memory(fault: str | None, placed: Sequence[Group], dtype: torch.dtype, probe: Probe | None = None) -> Memory:
+def hurt_memory(fault: str | None, placed: Sequence[Group], probe: Probe | None = None) -> Memory:
     """A real Memory, or one with ``fault``; ``position`` leaves it whole, see :func:`hurt_model`."""
     if fault == "mask":
         seeing = [group._replace(mixer=group.mixer._replace(causal=False)) for group in placed]
-        return Memory(seeing, dtype=dtype, probe=probe)
-    if fault == "dtype" and dtype in LOWER:
-        return Memory(placed, dtype=LOWER[dtype], probe=probe)
+        return Memory(seeing, probe=probe)
+    if fault == "dtype" and all(group.keys in LOWER for group in placed):
+        lower = {name: LOWER.get(name, name) for group in placed for name in (group.keys, group.values)}
+        return Memory([g._replace(keys=lower[g.keys], values=lower[g.values]) for g in placed], probe=probe)
     if fault in STEPS:
-        return _Misplacing(STEPS[fault], placed, dtype, probe)
+        return _Misplacing(STEPS[fault], placed, probe)
     if fault in VIEWS:
-        return _Miscounting(VIEWS[fault], placed, dtype, probe)
-    memory = Memory(placed, dtype=dtype, probe=probe)
+        return _Miscounting(VIEWS[fault], placed, probe)
+    memory = Memory(placed, probe=probe)
     if fault == "layer":
         pair = _aliased(placed)
         assert pair is not None
@@ -113,10 +114,9 @@ class _Misplacing(Memory):
         self,
         change: Callable[[Place, Group, Step], Place],
         placed: Sequence[Group],
-        dtype: torch.dtype,
         probe: Probe | None,
     ) -> None:
-        super().__init__(placed, dtype=dtype, probe=probe)
+        super().__init__(placed, probe=probe)
         self._change = change
 
     def open(self, step: Step) -> Sequence[View]:
@@ -185,10 +185,9 @@ class _Miscounting(Memory):
         self,
         change: Change,
         placed: Sequence[Group],
-        dtype: torch.dtype,
         probe: Probe | None,
     ) -> None:
-        super().__init__(placed, dtype=dtype, probe=probe)
+        super().__init__(placed, probe=probe)
         self._change = change
 
     def open(self, step: Step) -> Sequence[View]:

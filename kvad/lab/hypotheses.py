@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvad.cache.formats import FORMATS
 from kvad.lab.case import Case, differs
 from kvad.lab.findings import UNKNOWN
 from kvad.lab.replay import Key
@@ -118,8 +119,7 @@ def _embedded_elsewhere(case: Case, given: Tensor, wrong: list[int]) -> tuple[st
 
 def _not_what_is_stored(case: Case) -> tuple[str, str] | None:
     keys, columns = _stored(case)
-    wide = _wide(case, keys)
-    alike = (wide == case.k) | (wide.isnan() & case.k.isnan())
+    alike = (keys == case.k) | (keys.isnan() & case.k.isnan())
     same = alike.all(dim=-1).all(dim=0) & (columns == case.columns)
     bad = [int(p) for p in case.places if not bool(same[p])]
     if not bad:
@@ -150,12 +150,8 @@ def _stored(case: Case) -> tuple[Tensor, Tensor]:
     """What lies in the row's own blocks: keys [K, S, D] and columns [S]."""
     size = case.world.books.groups[case.row.group].block_size
     blocks, offsets = case.row.slots // size, case.row.slots % size
-    keys = case.memory.keys[case.call.layer][blocks, :, offsets].transpose(0, 1)
+    keys = case.memory.keys[case.call.layer].at(blocks, offsets, case.k.dtype).transpose(0, 1)
     return keys, case.memory.positions[case.row.group][blocks, offsets]
-
-
-def _wide(case: Case, stored: Tensor) -> Tensor:
-    return stored.to(case.k.dtype)
 
 
 def _blocks_like(case: Case, columns: Tensor, keys: Tensor) -> list[int]:
@@ -163,7 +159,8 @@ def _blocks_like(case: Case, columns: Tensor, keys: Tensor) -> list[int]:
     count = len(columns)
     marks, store = case.memory.positions[case.row.group], case.memory.keys[case.call.layer]
     alike = (marks[:, :count] == columns).all(dim=-1).nonzero().squeeze(-1).tolist()
-    return [int(b) for b in alike if torch.equal(_wide(case, store[b][:, :count]), keys)]
+    every = torch.arange(count)
+    return [int(b) for b in alike if torch.equal(store.at(every * 0 + b, every, keys.dtype).transpose(0, 1), keys)]
 
 
 def _layer_like(case: Case, places: Tensor) -> int | None:
@@ -207,18 +204,19 @@ def _wrong_places(case: Case, have: Tensor, true: Tensor) -> Tensor:
 
 
 def _rounded(case: Case, have: Tensor, true: Tensor, what: str) -> tuple[str, str] | None:
+    stored = FORMATS[case.world.stored[what == "values"]]
     if not bool(have.isfinite().all()):
-        top = torch.finfo(case.world.stored).max
+        top = stored.most
         if float(true.abs().max()) > top:
-            return "dtype", f"true {what} reach {float(true.abs().max()):.3g}, {case.world.stored} ends at {top:.3g}"
+            return "dtype", f"true {what} reach {float(true.abs().max()):.3g}, {stored.name} ends at {top:.3g}"
         return None
     for dtype in ROUNDED:
-        if torch.finfo(dtype).eps <= torch.finfo(case.world.stored).eps:
+        if torch.finfo(dtype).eps <= stored.eps:
             continue
         alike = (have - true.to(dtype).to(have.dtype)).abs() <= 1e-3 * torch.finfo(dtype).eps * true.abs()
         if float(alike.double().mean()) > 0.95:
-            name, promised = (str(d).removeprefix("torch.") for d in (dtype, case.world.stored))
-            return "dtype", f"{what} are the true ones rounded to {name}, where {promised} was promised"
+            name = str(dtype).removeprefix("torch.")
+            return "dtype", f"{what} are the true ones rounded to {name}, where {stored.name} was promised"
     return None
 
 

@@ -31,7 +31,7 @@ from kvad.step import Memory as MemoryProtocol
 __all__ = ["Happened", "Key", "MakeCache", "Replayed", "Stream", "key_of", "replay", "uncached", "whole_row"]
 
 Key = tuple[int, int]  # (stream, sample)
-MakeCache = Callable[[Sequence[Group], torch.dtype], Cache]
+MakeCache = Callable[[Sequence[Group]], Cache]
 SQUEEZE_EVERY = 4  # steps of at least two rows between two refusals of the ledger
 
 
@@ -107,11 +107,11 @@ def replay(
 
     ``config.rows`` seats; ``squeezes``: preemptions to force, beside those of a small pool (``config.blocks``);
     ``budget``: tokens per step (default: a chunk, and one per seat); ``make`` builds the memory (default: the real
-    one, in ``config.dtype``); ``watch`` sees every plan before it is run; ``keep=False`` drops the logits.
+    one); ``watch`` sees every plan before it is run; ``keep=False`` drops the logits.
     The scheduler's and the ledger's invariants are checked after every step.
     """
     placed = groups(mixers(model.config), config)
-    cache = (make or _memory)(placed, getattr(torch, config.dtype))
+    cache = (make or Memory)(placed)
     runner = Runner(model, cache)
     ledger = _Squeezing(placed, prefix=config.prefix, seats=config.rows, squeezes=squeezes)
     limit = min(model.config.limit, config.capacity)
@@ -153,10 +153,6 @@ def whole_row(model: Transformer, tokens: Sequence[int], limit: int | None = Non
 
 def key_of(work: Work) -> Key:
     return work.row.request, work.row.sample
-
-
-def _memory(placed: Sequence[Group], dtype: torch.dtype) -> Cache:
-    return Memory(placed, dtype=dtype)
 
 
 class _Squeezing(Ledger):

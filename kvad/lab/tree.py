@@ -234,7 +234,7 @@ def _cache(config: ModelConfig, dtype: str) -> Node:
     source = 0 if config.source is None else config.source.limit
     asked = CacheConfig(rows=1, capacity=config.limit, source_capacity=source, dtype=dtype)
     made = groups(mixers(config), asked)
-    children = [_group(config, number, group, dtype) for number, group in enumerate(made)]
+    children = [_group(config, number, group) for number, group in enumerate(made)]
     token = sum(each.facts["bytes_per_token"] for each in children if not each.facts["cross"])  # type: ignore[misc]
     said = f"{dtype}, a new token of a row takes {token:,} bytes"
     if source:
@@ -244,9 +244,9 @@ def _cache(config: ModelConfig, dtype: str) -> Node:
     return Node("cache", title, (said,), {}, None, {"dtype": dtype}, tuple(children))
 
 
-def _group(config: ModelConfig, number: int, group: Group, dtype: str) -> Node:
+def _group(config: ModelConfig, number: int, group: Group) -> Node:
     assert config.decoder is not None
-    size, mixer = group_bytes(group, dtype), group.mixer
+    size, mixer = group_bytes(group), group.mixer
     layers = [index % config.decoder.layers for index in group.layers]
     reach = (
         "the source" if mixer.cross else "all tokens" if mixer.window is None else f"the last {mixer.window:,} tokens"

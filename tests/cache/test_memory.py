@@ -17,8 +17,8 @@ from tests.models import build, model_config
 
 def memory_of(layout: str = "paged", **fields: object) -> Memory:
     config = model_config(heads="window-mix")
-    cache = CacheConfig(layout=layout, rows=3, capacity=32, block_size=4, chunk=8, **fields)  # type: ignore[arg-type]
-    return Memory(groups(mixers(config), cache), dtype=torch.float64)
+    cache = CacheConfig(layout=layout, dtype="float64", rows=3, capacity=32, block_size=4, chunk=8, **fields)  # type: ignore[arg-type]
+    return Memory(groups(mixers(config), cache))
 
 
 def test_clear_makes_positions_invisible_and_contents_zero() -> None:
@@ -27,20 +27,21 @@ def test_clear_makes_positions_invisible_and_contents_zero() -> None:
         leaf.fill_(3)
     memory.apply(Moves(clear=((4, 2), ()), copy=((), ())))
     for layer in memory.groups[0].layers:
-        assert memory.keys[layer][[4, 2]].abs().sum() == 0 and (memory.keys[layer][3] == 3).all()
-        assert memory.values[layer][[4, 2]].abs().sum() == 0
+        assert memory.keys[layer].data[[4, 2]].abs().sum() == 0 and (memory.keys[layer].data[3] == 3).all()
+        assert memory.values[layer].data[[4, 2]].abs().sum() == 0
     assert (memory.positions[0][[2, 4]] == -1).all() and (memory.positions[0][3] == 3).all()
-    assert all((memory.keys[layer] == 3).all() for layer in memory.groups[1].layers)
+    assert all((memory.keys[layer].data == 3).all() for layer in memory.groups[1].layers)
 
 
 def test_copy_keeps_the_first_slots_and_empties_the_others() -> None:
     memory = memory_of()
     memory.positions[0][5] = torch.tensor([8, 9, 10, 11])
     layer = memory.groups[0].layers[0]
-    memory.keys[layer][5] = torch.rand_like(memory.keys[layer][5])
+    keys = memory.keys[layer].data
+    keys[5] = torch.rand_like(keys[5])
     memory.apply(Moves(clear=((), ()), copy=(((5, 6, 2),), ())))
     assert memory.positions[0][6].tolist() == [8, 9, -1, -1]
-    assert torch.equal(memory.keys[layer][6], memory.keys[layer][5])
+    assert torch.equal(keys[6], keys[5])
 
 
 def test_the_empty_block_is_never_written_and_the_bin_never_read() -> None:
@@ -65,12 +66,12 @@ def test_the_empty_block_is_never_written_and_the_bin_never_read() -> None:
         driver.Engine = before  # type: ignore[misc]
     memory = engines[0].memory
     assert (memory.positions[0][EMPTY_BLOCK] == -1).all() and (memory.positions[0][BIN_BLOCK] == -1).all()
-    assert all(store[EMPTY_BLOCK].abs().sum() == 0 for store in (*memory.keys, *memory.values))
+    assert all(store.data[EMPTY_BLOCK].abs().sum() == 0 for store in (*memory.keys, *memory.values))
 
 
 def test_contiguous_rows_side_by_side_are_read_without_a_copy() -> None:
     memory = memory_of("contiguous")
-    store = memory.keys[memory.groups[1].layers[0]]
+    store = memory.keys[memory.groups[1].layers[0]].data
     view = read(store, Table(torch.tensor([[2], [3]]), 32, 16))
     assert view.shape == (2, store.shape[1], 16, store.shape[3])
     assert view.untyped_storage().data_ptr() == store.untyped_storage().data_ptr()
@@ -81,7 +82,7 @@ def test_contiguous_rows_side_by_side_are_read_without_a_copy() -> None:
 
 def test_paged_reads_follow_the_table_and_not_the_order_of_blocks() -> None:
     memory = memory_of()
-    store = memory.keys[0]
+    store = memory.keys[0].data
     store.copy_(torch.rand_like(store))
     got = read(store, Table(torch.tensor([[6, 2, 5], [3, 0, 0]]), 4, 12))
     expected = torch.stack([torch.cat([store[b] for b in row], dim=1) for row in ([6, 2, 5], [3, 0, 0])])
@@ -92,7 +93,7 @@ def test_a_gradient_through_a_memory_is_refused_by_name() -> None:
     config = model_config()
     model = build(config)
     cache = CacheConfig(dtype="float64", rows=1, capacity=8, block_size=4)
-    memory = Memory(groups(mixers(config), cache), dtype=torch.float64)
+    memory = Memory(groups(mixers(config), cache))
     every = torch.arange(3)
     place = Place(torch.tensor([8, 9, 10]), (torch.tensor([[2]]),))
     step = Step(every, every, (Lane(1, 3, 4),), every, places=(place,))

@@ -64,7 +64,7 @@ def test_bytes_by_hand() -> None:
     mixer = MixerSpec(True, None, 3, 8, 4)
     config = CacheConfig(rows=2, capacity=32, block_size=16, dtype="bfloat16")
     (group,) = groups([mixer, mixer], config)
-    sizes = group_bytes(group, "bfloat16")
+    sizes = group_bytes(group)
     per_token = 2 * 3 * (8 + 4) * 2  # layers, heads, key and value, bytes
     slots = (2 * 2 + 2) * 16
     assert sizes.payload == slots * per_token
@@ -77,8 +77,9 @@ def test_bytes_by_hand() -> None:
 def test_the_notes_example_is_three_gibibytes() -> None:
     """Document 004: 24 layers, 32 heads of 64, 8,192 tokens, float32 ("about 4 GB")."""
     (group,) = groups([MixerSpec(True, None, 32, 64, 64)] * 24, CacheConfig(rows=1, capacity=8192))
-    assert group_bytes(group, "float32").per_token_payload * 8192 == 3_221_225_472
-    assert group_bytes(group, "bfloat16").per_token_payload * 8192 == 3_221_225_472 // 2
+    assert group_bytes(group).per_token_payload * 8192 == 3_221_225_472
+    halved = group._replace(keys="bfloat16", values="bfloat16")
+    assert group_bytes(halved).per_token_payload * 8192 == 3_221_225_472 // 2
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Static buffers: equal buckets get equal addresses, steps say what their plans say, nothing stale is left behind."""
 
 import pytest
-import torch
 
 from kvad.cache.memory import Memory
 from kvad.cache.sizing import CacheConfig, groups
@@ -103,6 +102,6 @@ def test_a_step_beyond_the_buffer_grows_it_and_many_buckets_stay_bounded(monkeyp
 def test_a_buffer_on_its_own_needs_no_engine() -> None:
     model = build(model_config())
     placed = groups(mixers(model.config), CacheConfig(dtype="float64", rows=1, capacity=8))
-    runner = Runner(model, Memory(placed, dtype=torch.float64))
+    runner = Runner(model, Memory(placed))
     assert isinstance(runner.buffers, StepBuffers)
     assert len(runner.leaves()) > len(list(model.parameters()))

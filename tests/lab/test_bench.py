@@ -83,7 +83,7 @@ def test_the_gain_is_that_of_document_004(tokens):
 def test_bytes_of_the_cache_are_those_that_the_pool_holds():
     config = CONFIGS["mqa"]
     engine = Engine(Transformer(config), CacheConfig(rows=1, capacity=32, dtype="bfloat16"))
-    held = sum(group_bytes(group, "bfloat16").per_token_payload for group in engine.ledger.groups)
+    held = sum(group_bytes(group).per_token_payload for group in engine.ledger.groups)
     cost = flops.cached_pass(config, 1, 20, stored=2)
     assert (cost.written, cost.read) == (held, 20 * held)
     assert cost.bytes == cost.weights + 21 * held

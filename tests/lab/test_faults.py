@@ -192,7 +192,7 @@ FORMS = {
 def test_other_forms_of_a_fault_get_its_name(form):
     expected, methods = FORMS[form]
     cls = type("Tampered", (Tampering,), methods)
-    finding = diagnose_with(named("rope-gqa"), lambda placed, dtype, probe: cls(placed, dtype=dtype, probe=probe))
+    finding = diagnose_with(named("rope-gqa"), lambda placed, probe: cls(placed, probe=probe))
     assert finding is not None and finding.fault == expected, finding
     assert finding.layer == 0 and finding.difference > 0
 
@@ -201,16 +201,16 @@ def test_the_first_difference_is_located():
     """Layer 1's output is changed, and nothing before it."""
     methods = {"result": staticmethod(lambda layer, out: out * 1.5 if layer == 1 else out)}
     cls = type("Tampered", (Tampering,), methods)
-    finding = diagnose_with(named("rope-gqa"), lambda placed, dtype, probe: cls(placed, dtype=dtype, probe=probe))
+    finding = diagnose_with(named("rope-gqa"), lambda placed, probe: cls(placed, probe=probe))
     assert (finding.fault, finding.layer, finding.position, finding.what) == (UNKNOWN, 2, 0, "q")
 
 
 def test_a_mask_that_forgets_its_window():
     model = named("windowed")
 
-    def build(placed, dtype, probe):
+    def build(placed, probe):
         seeing = [group._replace(mixer=group.mixer._replace(window=None)) for group in placed]
-        return Memory(seeing, dtype=dtype, probe=probe)
+        return Memory(seeing, probe=probe)
 
     finding = diagnose_with(model, build)
     assert finding.fault == "mask" and finding.position >= 12
@@ -218,9 +218,7 @@ def test_a_mask_that_forgets_its_window():
 
 def test_blocks_handed_on_uncleared_are_seen():
     """A stale key of an earlier row is visible where nothing should be: some fault, never silence."""
-    finding = diagnose_with(
-        named("learned-mha"), lambda placed, dtype, probe: uncleared(Memory(placed, dtype=dtype, probe=probe))
-    )
+    finding = diagnose_with(named("learned-mha"), lambda placed, probe: uncleared(Memory(placed, probe=probe)))
     assert finding is not None and "nobody wrote" in finding.evidence
 
 
@@ -228,9 +226,9 @@ def test_blocks_handed_on_uncleared_are_seen():
 def test_float32_that_stores_less_is_named_in_float32(layout):
     """A float64 twin would not show it: the diagnosis works in the stored precision too."""
 
-    def build(placed, dtype, probe):
-        assert dtype == torch.float32
-        return Memory(placed, dtype=torch.bfloat16, probe=probe)
+    def build(placed, probe):
+        assert all(group.keys == group.values == "float32" for group in placed)
+        return Memory([group._replace(keys="bfloat16", values="bfloat16") for group in placed], probe=probe)
 
     finding = diagnose_with(named("rope-gqa"), build, layout=layout, dtype="float32")
     assert finding.fault == "dtype" and "bfloat16" in finding.evidence

@@ -97,7 +97,7 @@ def test_with_a_cache_the_source_is_read_once(name):
     decoding += [flops.cached_pass(config, 1, length, source=9).flops for length in range(6, 11)]
     assert seen == [read.flops - unseen(config, read), *decoding]
     assert read.flops + sum(decoding) == flops.generation(config, 5, 6, source=9)[0].flops
-    held = {each.mixer.cross: group_bytes(each, "float32").per_token_payload for each in engine.ledger.groups}
+    held = {each.mixer.cross: group_bytes(each).per_token_payload for each in engine.ledger.groups}
     assert read.written == 9 * held[True]
     assert flops.cached_pass(config, 1, 10, source=9).read == 10 * held[False] + 9 * held[True]
 

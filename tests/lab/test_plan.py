@@ -118,18 +118,20 @@ def test_the_pool_takes_what_is_predicted(name, asked):
         crossing = [each for each in plan.groups if each.group.mixer.cross]
         assert sum(len(each.group.layers) for each in crossing) == EVERY[name].decoder.layers
         assert all(each.slots >= asked.source_capacity > each.slots - each.group.block_size for each in crossing)
-    memory = Memory([each.group for each in plan.groups], dtype=getattr(torch, asked.dtype))
+    memory = Memory([each.group for each in plan.groups])
     assert sum(each.bytes.payload for each in plan.groups) == memory.payload_bytes()
+    assert sum(each.bytes.scales for each in plan.groups) == memory.scale_bytes()
     assert sum(each.bytes.columns for each in plan.groups) == memory.column_bytes()
-    assert plan.pool == memory.payload_bytes() + memory.column_bytes()
+    assert plan.pool == memory.payload_bytes() + memory.scale_bytes() + memory.column_bytes()
     for each in plan.groups:
         assert each.payload == asked.rows * each.row_payload and each.columns == asked.rows * each.row_columns
+        assert each.scales == asked.rows * each.row_scales
 
 
 def test_a_pool_of_fewer_blocks_is_planned_as_it_is():
     plan = plan_memory(CONFIGS["plain"], cache(blocks=5))
     memory = Memory([each.group for each in plan.groups])
-    assert plan.pool == memory.payload_bytes() + memory.column_bytes()
+    assert plan.pool == memory.payload_bytes() + memory.scale_bytes() + memory.column_bytes()
     assert plan.payload == 5 * 4 * plan.groups[0].bytes.per_token_payload
 
 

@@ -96,11 +96,12 @@ def test_every_layer_stands_in_one_node(name):
 def test_the_cache_is_that_of_the_memory(name):
     config = config_of(name)
     found = parts_of(build(config, name, dtype="bfloat16"), "group")
-    asked = CacheConfig(rows=1, capacity=config.limit, source_capacity=config.source.limit if config.source else 0)
+    source = config.source.limit if config.source else 0
+    asked = CacheConfig(rows=1, capacity=config.limit, source_capacity=source, dtype="bfloat16")
     expected = groups(mixers(config), asked)
     assert len(found) == len(expected)
     for node, group in zip(found, expected, strict=True):
-        size = group_bytes(group, "bfloat16")
+        size = group_bytes(group)
         assert (node.facts["bytes_per_token"], node.facts["bytes_per_row"]) == (size.per_token_payload, size.per_row)
         assert node.facts["cross"] == group.mixer.cross and node.facts["window"] == group.mixer.window
         assert node.facts["layers"] == [index % config.decoder.layers for index in group.layers]

@@ -40,11 +40,17 @@ class Streams:
     """Rows of one Memory with a cursor each; row r owns its blocks for life, so that there is nothing to decide."""
 
     def __init__(
-        self, model: Transformer, rows: int = 1, capacity: int = 16, layout: Any = "contiguous", **memory: Any
+        self,
+        model: Transformer,
+        rows: int = 1,
+        capacity: int = 16,
+        layout: Any = "contiguous",
+        dtype: str = "float64",
+        **memory: Any,
     ) -> None:
-        config = CacheConfig(layout=layout, rows=rows, capacity=capacity, block_size=4, dtype="float64")
+        config = CacheConfig(layout=layout, rows=rows, capacity=capacity, block_size=4, dtype=dtype)
         self.groups = groups(mixers(model.config), config)
-        self.memory = Memory(self.groups, **{"dtype": torch.float64, **memory})
+        self.memory = Memory(self.groups, **memory)
         self.model, self.cursor = model, [0] * rows
 
     def blocks(self, group: Group, row: int) -> list[int]:
@@ -108,9 +114,10 @@ def test_past_keys_and_values_are_unchanged_by_appended_tokens(build: Build) -> 
     model = build(position=cfg.Rope())
     stream = Streams(model)
     stream.feed({0: TOKENS[:5]})
-    kept = [store.clone() for store in (*stream.memory.keys, *stream.memory.values)]
+    kept = [store.data.clone() for store in (*stream.memory.keys, *stream.memory.values)]
     stream.feed({0: TOKENS[5:]})
-    for before, after in zip(kept, (*stream.memory.keys, *stream.memory.values), strict=True):
+    for before, store in zip(kept, (*stream.memory.keys, *stream.memory.values), strict=True):
+        after = store.data
         assert torch.equal(before[RESERVED_BLOCKS, :, :5], after[RESERVED_BLOCKS, :, :5])
         assert bool((before[RESERVED_BLOCKS, :, 5:8] == 0).all()) and bool((after[RESERVED_BLOCKS, :, 5:8] != 0).all())
     assert past(model, TOKENS) == past(model, torch.cat([TOKENS[:5], torch.tensor([1, 2, 4])]))
@@ -178,7 +185,7 @@ def test_streams_of_100_and_50_with_nan_in_the_upper_50(layout: str, build: Buil
     for number, group in enumerate(streams.groups):
         for slot in streams.slots(group, 1, range(50, 101)):
             for store in (*streams.memory.keys, *streams.memory.values):
-                store[slot // group.block_size, :, slot % group.block_size] = math.nan
+                store.data[slot // group.block_size, :, slot % group.block_size] = math.nan
             assert int(streams.memory.positions[number].flatten()[slot]) == -1
     a, b = streams.feed({0: text[100:101], 1: text[50:51]})
     torch.testing.assert_close(a, hidden(model, text)[100:], rtol=0, atol=1e-12)
@@ -234,7 +241,8 @@ def test_keys_are_stored_rotated(build: Build, step_of: Callable[..., Step]) -> 
         layer, rotary = model.decoder.layers[0], model.decoder.encoding("L", step)
         _, k, v = layer.mixer.project(layer.norm1(model.embed(TOKENS, step.positions)))
         stored = [
-            store[0][RESERVED_BLOCKS, :, :8].transpose(0, 1) for store in (stream.memory.keys, stream.memory.values)
+            stores[0].data[RESERVED_BLOCKS, :, :8].transpose(0, 1)
+            for stores in (stream.memory.keys, stream.memory.values)
         ]
         expected = Angles(step.positions).rotate(k, rotary) if isinstance(position, cfg.Rope) else k
         torch.testing.assert_close(stored[0], expected, rtol=0, atol=1e-12)
@@ -247,7 +255,7 @@ def test_each_layer_needs_its_own_keys_and_values(build: Build, hidden: Hidden) 
     model = build(position=cfg.Rope())
     stream = Streams(model)
     stream.feed({0: TOKENS[:7]})
-    keys = stream.memory.keys
+    keys = [store.data for store in stream.memory.keys]
     assert float((keys[0][RESERVED_BLOCKS, :, :7] - keys[1][RESERVED_BLOCKS, :, :7]).abs().max()) > 0.1
     keys[0][:], keys[1][:] = keys[1].clone(), keys[0].clone()
     (got,) = stream.feed({0: TOKENS[7:]})
@@ -289,16 +297,16 @@ def test_the_payload_of_section_4_17() -> None:
     for dtype, payload in (("float32", 3_221_225_472), ("bfloat16", 1_610_612_736), ("float16", 1_610_612_736)):
         config = CacheConfig(rows=1, capacity=8192, dtype=dtype)
         (group,) = groups(specs, config)
-        found = group_bytes(group, dtype)
+        found = group_bytes(group)
         assert found.per_token_payload * 8192 == payload
         assert found.payload == payload * group.blocks * 16 // 8192  # and two reserved blocks of 16 slots
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-2), (torch.bfloat16, 1e-1)])
-def test_half_precision_halves_the_payload(dtype: torch.dtype, tolerance: float, build: Build, hidden: Hidden) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 1e-2), ("bfloat16", 1e-1)])
+def test_half_precision_halves_the_payload(dtype: str, tolerance: float, build: Build, hidden: Hidden) -> None:
     """004 sections 4.11, 4.17, 4.20: stored in 16 bits, computed wider."""
     model = build(position=cfg.Rope()).float()
-    full, half = Streams(model, dtype=torch.float32), Streams(model, dtype=dtype)
+    full, half = Streams(model, dtype="float32"), Streams(model, dtype=dtype)
     assert half.memory.payload_bytes() * 2 == full.memory.payload_bytes()
     (got,) = half.feed({0: TOKENS})
     assert got.dtype == torch.float32

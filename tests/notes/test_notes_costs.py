@@ -40,7 +40,7 @@ def uncached(model: Transformer, lengths: range) -> Callable[[], None]:
 
 def cached(model: Transformer, n: int) -> Callable[[], None]:
     placed = groups(mixers(model.config), CacheConfig(layout="contiguous", rows=1, capacity=n, dtype="float64"))
-    memory = Memory(placed, dtype=torch.float64, kernel="reference")
+    memory = Memory(placed, kernel="reference")
 
     def run() -> None:
         for t in range(n):

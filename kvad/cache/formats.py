@@ -1,0 +1,124 @@
+"""The formats in which keys and values may be stored: which arrays each takes, and how much it rounds.  No torch.
+
+The one promise: :meth:`Format.arrays` is the list that ``sizing`` sums and ``store`` allocates, so what is planned is
+what lies there.  How numbers become those arrays and come back is ``kvad/ops/quantize.py``.
+
+==============  =============================================================  =================================
+name            what a head of D numbers takes                                 a number comes back
+==============  =============================================================  =================================
+float64 ...     D numbers of that dtype, per slot                              as it was, or rounded to the dtype
+fp8-e4m3        D bytes per slot; beyond 448 numbers are cut off               with 3 bits behind the first
+fp8-e5m2        D bytes per slot; beyond 57,344 they are cut off               with 2 bits behind the first
+int8            D bytes and a float32 scale, per slot                          within scale / 2, scale = max|x| / 127
+int4            D / 2 bytes, a float32 scale and zero, per slot                within scale / 2, scale = range / 15
+int8-channel    D bytes per slot; per block a float16 scale and zero for       within scale / 2, scale = range / 254
+                each of the D channels
+int4-channel    D / 2 bytes per slot; per block the same                       within scale / 2, scale = range / 15
+==============  =============================================================  =================================
+
+    int8, D = 64, a slot of one head: 64 + 4 = 68 bytes, 0.266 of float32's 256;  int4: 32 + 8 = 40, 0.156.
+
+Per-token formats are written token by token and do not depend on what else is written.  Channel formats (keys only: a
+key's channels differ far more from one another than a channel does from token to token; KIVI, Liu et al. 2024) are
+*sealed*: a block is encoded as a whole, once it is full.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from kvad.errors import ConfigError, nearest
+
+__all__ = ["FORMATS", "Array", "Format", "find_format", "joined", "parted"]
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+FLOAT32, FLOAT16 = (2 - 2.0**-23) * 2.0**127, 65504.0
+
+
+class Array(NamedTuple):
+    """One raw array of a store, [blocks, K, block_size or 1, width]: ``grain`` says which.  "data" is the payload, any
+    other name a scale or a zero."""
+
+    name: str
+    grain: Literal["slot", "block"]
+    dtype: str
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of one head of one slot, or of one block."""
+        return self.width * BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Format:
+    """``loss``: "none" (as computed), "rounding" (of a floating-point dtype that models compute in) or "lossy".
+
+    ``eps``: twice the largest error, relative to the number itself (floating point) or to the largest magnitude of
+    those that share its scale.  ``most``: a number beyond it is not finite when it comes back, or is cut off (fp8).
+    ``sealed``: only whole blocks can be encoded.
+    """
+
+    name: str
+    kind: Literal["plain", "fp8", "token", "channel"]
+    bits: int
+    loss: Literal["none", "rounding", "lossy"]
+    eps: float
+    most: float
+
+    @property
+    def sealed(self) -> bool:
+        return self.kind == "channel"
+
+    @property
+    def even(self) -> bool:
+        """Whether it packs two numbers into a byte, so that a head needs an even width."""
+        return self.bits < 8
+
+    def arrays(self, dim: int) -> tuple[Array, ...]:
+        """What a head of ``dim`` numbers takes."""
+        if self.kind == "plain":
+            return (Array("data", "slot", self.name, dim),)
+        if self.kind == "fp8":
+            return (Array("data", "slot", "uint8", dim),)
+        data = Array("data", "slot", "uint8", dim // 2) if self.even else Array("data", "slot", "int8", dim)
+        if self.kind == "channel":
+            return (data, Array("scale", "block", "float16", dim), Array("zero", "block", "float16", dim))
+        scale = Array("scale", "slot", "float32", 1)
+        return (data, scale, Array("zero", "slot", "float32", 1)) if self.even else (data, scale)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("float64", "plain", 64, "none", 2.0**-52, (2 - 2.0**-52) * 2.0**1023),
+        Format("float32", "plain", 32, "none", 2.0**-23, FLOAT32),
+        Format("bfloat16", "plain", 16, "rounding", 2.0**-7, (2 - 2.0**-7) * 2.0**127),
+        Format("float16", "plain", 16, "rounding", 2.0**-10, FLOAT16),
+        Format("fp8-e4m3", "fp8", 8, "lossy", 2.0**-3, 448.0),
+        Format("fp8-e5m2", "fp8", 8, "lossy", 2.0**-2, 57344.0),
+        Format("int8", "token", 8, "lossy", 1 / 127, FLOAT32),
+        Format("int4", "token", 4, "lossy", 2 / 15, FLOAT32 / 2),
+        Format("int8-channel", "channel", 8, "lossy", 1 / 127, FLOAT16),
+        Format("int4-channel", "channel", 4, "lossy", 2 / 15, FLOAT16),
+    )
+}
+
+
+def find_format(name: str, key: str) -> Format:
+    """ConfigError, with the nearest name, for one that is not known; ``key``: where it was said."""
+    if name not in FORMATS:
+        raise ConfigError(f"{key}: {name!r}", nearest(str(name), FORMATS))
+    return FORMATS[name]
+
+
+def joined(keys: str, values: str) -> str:
+    """A name for both: "int8", or "int8/int4" where keys and values differ."""
+    return keys if keys == values else f"{keys}/{values}"
+
+
+def parted(name: str) -> tuple[str, str]:
+    """The inverse of :func:`joined`: "int8/int4" -> ("int8", "int4"), "int8" -> ("int8", "int8")."""
+    keys, _, values = name.partition("/")
+    return keys, values or keys

@@ -1,0 +1,184 @@
+"""How keys and values become the raw arrays of a format, and come back: pure tensor functions.
+
+``encode`` takes numbers [..., D] (channel formats: whole blocks [n, K, block_size, D]) and gives the arrays that
+``kvad/cache/formats.py`` lists, in its order; ``decode`` takes such arrays and the dtype that is computed in.
+
+Promises:
+
+* what is not finite stays so: a vector with NaN or infinity in it comes back without a finite number that it did not
+  have (integers: the scale is not finite, so nothing of the vector is; fp8: the number itself is NaN);
+* zeros come back as zeros, and so do cleared arrays (all zero);
+* a token's arrays depend on that token's numbers alone (channel formats: on those of its block);
+* encoding is done in float32: a float64 beyond its range is not finite, and so is an int4 range beyond it.
+
+int8 (symmetric):  x = [-0.5, 2.54, 0.0]  ->  scale = 2.54 / 127 = 0.02, data = [-25, 127, 0]
+int4:              x = [-1.0, 0.1, 2.0, 0.5]  ->  zero = -1, scale = 3 / 15 = 0.2, data = [0, 6 (5.5), 15, 8 (7.5)],
+                   packed as 0 | 6 << 4 = 96 and 15 | 8 << 4 = 143; back: [-1.0, 0.2, 2.0, 0.6]
+
+Integers are widened as int8, which torch does in vectors; uint8 and fp8 it widens one by one on a CPU (8 to 20 times as
+long), so those bits are moved into place as int16 instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvad.errors import ConfigError
+
+__all__ = ["CODECS", "Codec", "find_codec"]
+
+TINY = 2.0**-126  # the smallest scale: a vector of zeros has it, and no number is divided by zero
+FP8 = {"fp8-e4m3": ("float8_e4m3fn", 448.0), "fp8-e5m2": ("float8_e5m2", 57344.0)}
+Arrays = Sequence[Tensor]
+
+
+class Codec(NamedTuple):
+    """``encode`` [..., D] -> arrays; ``decode`` (arrays, dtype) -> [..., D] in that dtype."""
+
+    encode: Callable[[Tensor], tuple[Tensor, ...]]
+    decode: Callable[[Arrays, torch.dtype], Tensor]
+
+
+def find_codec(name: str, device: torch.device | str = "cpu") -> Codec:
+    """ConfigError where this build of torch, or the device, lacks what the format needs."""
+    if name in FP8:
+        dtype = FP8[name][0]
+        try:
+            torch.zeros(1, device=device).to(getattr(torch, dtype))
+        except (AttributeError, RuntimeError, TypeError):
+            raise ConfigError(
+                f"{name}: torch {torch.__version__} has no {dtype} on {device}", "int8 takes as little, everywhere"
+            ) from None
+    return CODECS[name]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ---------------------------------------------------------------- plain
+
+
+def _encode_plain(name: str, x: Tensor) -> tuple[Tensor, ...]:
+    return (x.to(getattr(torch, name)),)
+
+
+def _decode_plain(arrays: Arrays, dtype: torch.dtype) -> Tensor:
+    return arrays[0].to(dtype)
+
+
+# ---------------------------------------------------------------- fp8
+
+
+def _encode_fp8(name: str, x: Tensor) -> tuple[Tensor, ...]:
+    """Cut off at the format's largest number; ``x - x`` is NaN where x is not finite, else 0."""
+    dtype, most = FP8[name]
+    x = x.to(torch.float32)
+    return ((x.clamp(-most, most) + (x - x)).to(getattr(torch, dtype)).view(torch.uint8),)
+
+
+def _decode_e5m2(arrays: Arrays, dtype: torch.dtype) -> Tensor:
+    """They are the upper bytes of float16."""
+    bits = arrays[0].to(torch.int16)
+    bits <<= 8
+    return bits.view(torch.float16).to(dtype)
+
+
+def _decode_e4m3(arrays: Arrays, dtype: torch.dtype) -> Tensor:
+    """A float16 whose exponent is 8 too small: ``s eeee mmm`` -> ``s 0 eeee mmm 0000000``, times 256.
+
+    An int8 is widened with its sign, ``ssssssss seeeemmm``: after the shift bit 14 is a sign too, and is taken off.
+    NaN (all seven bits set) would come back as 480, so where there is one torch's own way is taken.
+    """
+    data = arrays[0]
+    if data.device.type != "cpu" or (data.numel() and int((data & 127).amax()) == 127):
+        return data.view(torch.float8_e4m3fn).to(dtype)
+    bits = data.view(torch.int8).to(torch.int16)
+    bits <<= 7
+    bits &= ~0x4000
+    return bits.view(torch.float16).to(_wide(dtype)).mul_(256).to(dtype)
+
+
+# ---------------------------------------------------------------- integers
+
+
+def _encode_int8(x: Tensor) -> tuple[Tensor, ...]:
+    x = x.to(torch.float32)
+    scale = x.abs().amax(dim=-1, keepdim=True).div_(127).clamp_(min=TINY)
+    return (x / scale).round_().to(torch.int8), scale
+
+
+def _decode_int8(arrays: Arrays, dtype: torch.dtype) -> Tensor:
+    data, scale = arrays
+    return data.to(_wide(dtype)).mul_(scale).to(dtype)
+
+
+def _encode_int4(x: Tensor) -> tuple[Tensor, ...]:
+    x = x.to(torch.float32)
+    low, high = torch.aminmax(x, dim=-1, keepdim=True)
+    scale = ((high - low) / 15).clamp_(min=TINY)
+    return _pack(((x - low) / scale).round_().to(torch.uint8)), scale, low
+
+
+def _decode_int4(arrays: Arrays, dtype: torch.dtype) -> Tensor:
+    data, scale, zero = arrays
+    return _unpack(data).to(_wide(dtype)).mul_(scale).add_(zero).to(dtype)
+
+
+def _pack(data: Tensor) -> Tensor:
+    """Numbers 0..15 [..., D] -> [..., D / 2]: number 2i in the lower half of byte i."""
+    return data[..., ::2] | data[..., 1::2] << 4
+
+
+def _unpack(data: Tensor) -> Tensor:
+    """[..., D / 2] -> [..., D] as int8.  ``0000 0000 hhhh llll`` -> ``0000 hhhh 0000 llll``, the lower byte first."""
+    pairs = data.to(torch.int16)
+    pairs |= pairs << 4
+    pairs &= 0x0F0F
+    numbers: Tensor = pairs.view(torch.int8)
+    return numbers
+
+
+# ---------------------------------------------------------------- integers, by channel
+
+
+def _encode_channel(bits: int, x: Tensor) -> tuple[Tensor, ...]:
+    """x [n, K, block_size, D] -> data, scale [n, K, 1, D], zero [n, K, 1, D].
+
+    int4 counts from the least number, int8 from the middle.  Numbers are encoded by the rounded scale and zero that are
+    stored; a scale beyond float16 is not finite.
+    """
+    x = x.to(torch.float32)
+    low, high = torch.aminmax(x, dim=-2, keepdim=True)
+    least, most = (0, 15) if bits == 4 else (-127, 127)
+    zero = (low if bits == 4 else (low + high) / 2).to(torch.float16)
+    scale = ((high - low) / (most - least)).clamp_(min=2.0**-24).to(torch.float16)
+    data = ((x - zero) / scale).round_().clamp_(least, most)
+    return (_pack(data.to(torch.uint8)) if bits == 4 else data.to(torch.int8)), scale, zero
+
+
+def _decode_channel(bits: int, arrays: Arrays, dtype: torch.dtype) -> Tensor:
+    """data [..., P * block_size, w], scale and zero [..., P, D] -> [..., P * block_size, D]."""
+    data, scale, zero = arrays
+    numbers = (_unpack(data) if bits == 4 else data).to(_wide(dtype))
+    blocks: Tensor = numbers.unflatten(-2, (scale.shape[-2], -1))
+    return blocks.mul_(scale.unsqueeze(-2)).add_(zero.unsqueeze(-2)).flatten(-3, -2).to(dtype)
+
+
+CODECS = {
+    **{
+        name: Codec(partial(_encode_plain, name), _decode_plain)
+        for name in ("float64", "float32", "bfloat16", "float16")
+    },
+    "fp8-e4m3": Codec(partial(_encode_fp8, "fp8-e4m3"), _decode_e4m3),
+    "fp8-e5m2": Codec(partial(_encode_fp8, "fp8-e5m2"), _decode_e5m2),
+    "int8": Codec(_encode_int8, _decode_int8),
+    "int4": Codec(_encode_int4, _decode_int4),
+    "int8-channel": Codec(partial(_encode_channel, 8), partial(_decode_channel, 8)),
+    "int4-channel": Codec(partial(_encode_channel, 4), partial(_decode_channel, 4)),
+}
