@@ -11,7 +11,7 @@ a block that is not finite is computed again by the reference, which looks at wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,7 +20,17 @@ from torch import Tensor
 
 from kvad.step import Bias, Buckets, Mark, Reach, Score, Slopes
 
-__all__ = ["Attended", "Kernel", "Reading", "attend", "distance_bias", "t5_bucket"]
+__all__ = [
+    "Attended",
+    "Kernel",
+    "Reading",
+    "attend",
+    "blocks_of_queries",
+    "distance_bias",
+    "joined",
+    "logits_of",
+    "t5_bucket",
+]
 
 Kernel = Literal["auto", "reference", "sdpa"]
 MASK_BUDGET = 1 << 22  # elements of [rows, queries, slots] made at a time
@@ -28,35 +38,50 @@ SCORE_BUDGET = 1 << 24  # elements of [rows, heads, queries, slots] made at a ti
 
 
 class Attended(NamedTuple):
-    """``out`` [R, L, H, Dv]; ``weights`` [R, H, L, S] and ``scores`` (logits, same shape) only where asked for."""
+    """``out`` [R, L, H, Dv]; the others only where asked for.
+
+    ``weights`` and ``scores`` (logits) [R, H, L, S]; ``lse`` [R, H, L], the logarithm of the softmax's denominator;
+    ``mass``: one [R, K, S] per part, the attention that each of its keys got.
+    """
 
     out: Tensor
     weights: Tensor | None = None
     scores: Tensor | None = None
+    lse: Tensor | None = None
+    mass: tuple[Tensor, ...] | None = None
 
 
 class Reading:
     """Who sees whom in one lane, built once per step and shared by the layers of a group.
 
-    ``queries`` [R, L] and ``keys`` [R, S] are marks.  Small masks and biases are kept; large ones are made per block of
-    queries and dropped.
+    ``queries`` [R, L] and ``keys`` [R, S] are marks, or [R, K, S] where each kv head keeps other tokens.  ``weight``
+    [R, S] or [R, K, S] is added to the logits: log n of a key that stands for n tokens.  Small masks and biases are
+    kept; large ones are made per block of queries and dropped.
     """
 
-    def __init__(self, queries: Mark, keys: Mark, reach: Reach) -> None:
+    def __init__(self, queries: Mark, keys: Mark, reach: Reach, weight: Tensor | None = None) -> None:
         self.queries, self.keys, self.reach = queries, keys, reach
+        self.weight = weight if weight is None or weight.dim() == 3 else weight.unsqueeze(1)  # [R, 1 or K, S]
         rows, new = queries.position.shape
         self.shape = (rows, new, keys.position.shape[-1])
-        self._small = math.prod(self.shape) <= MASK_BUDGET
+        self.per_head = keys.position.dim() == 3
+        self._masks = math.prod(self.shape) * (keys.position.shape[1] if self.per_head else 1)  # elements of a mask
         self._visible: Tensor | None = None
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by id, beside what it belongs to: ids are used again
 
     def visible(self, low: int, high: int) -> Tensor:
-        """[R, high - low, S] of booleans for queries low..high."""
-        if not self._small:
-            return self.reach.allows(_cut(self.queries, low, high), self.keys)
+        """[R, 1 or K, high - low, S] of booleans for queries low..high."""
+        if self._masks > MASK_BUDGET:
+            return self._allows(low, high)
         if self._visible is None:
-            self._visible = self.reach.allows(self.queries, self.keys)
-        return self._visible[:, low:high]
+            self._visible = self._allows(0, self.shape[1])
+        return self._visible[:, :, low:high]
+
+    def _allows(self, low: int, high: int) -> Tensor:
+        queries = _cut(self.queries, low, high)
+        if not self.per_head:
+            return self.reach.allows(queries, self.keys).unsqueeze(1)
+        return self.reach.allows(Mark(*(None if x is None else x.unsqueeze(1) for x in queries)), self.keys)  # type: ignore[arg-type]
 
     def bias(self, bias: Slopes | Buckets | Bias, low: int, high: int) -> Tensor:
         """[R, H, high - low, S], what positions add to the logits."""
@@ -69,10 +94,19 @@ class Reading:
             self._biases[id(source)] = source, distance_bias(bias, self.queries.position, self.keys.position)
         return self._biases[id(source)][1][:, :, low:high]
 
+    def added(self, score: Score, heads: int, dtype: torch.dtype, low: int, high: int) -> Tensor | None:
+        """[R, 1 or H, 1 or high - low, S] in ``dtype``: what bias and weight add to the logits; None: nothing."""
+        bias = None if score.bias is None else self.bias(score.bias, low, high).to(dtype)
+        if self.weight is None:
+            return bias
+        weight = self.weight.to(dtype).unsqueeze(2)
+        weight = weight if weight.shape[1] == 1 else weight.repeat_interleave(heads // weight.shape[1], dim=1)
+        return weight if bias is None else bias + weight
+
     def queries_at_once(self, heads: int, scores: bool) -> int:
         """How many queries to take per block so that what is made beside k and v stays within the budgets."""
         rows, new, slots = self.shape
-        per_query = rows * slots * (heads if scores else 1)
+        per_query = rows * slots * heads if scores else self._masks // max(new, 1)
         return max(1, min(new, (SCORE_BUDGET if scores else MASK_BUDGET) // max(per_query, 1)))
 
 
@@ -91,39 +125,55 @@ def attend(
     ``want``: also return scores and weights (then the reference kernel is used).  Query head h reads key-value head
     ``h // (H / K)``.
     """
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    plain = score.softcap is None and score.sink_logits is None and not want
-    fused = plain and kernel != "reference" and not (q.dtype == torch.float16 and q.device.type == "cpu")
-    blocks = list(_blocks(q, k, v, reading, score, fused, want))
+    blocks = list(blocks_of_queries(q, k, v, reading, score, kernel=kernel, want=want))
     if len(blocks) == 1:
         return blocks[0]
-    weights = torch.cat([b.weights for b in blocks if b.weights is not None], dim=2) if want else None
-    scores = torch.cat([b.scores for b in blocks if b.scores is not None], dim=2) if want else None
+    weights, scores = joined([b.weights for b in blocks]), joined([b.scores for b in blocks])
     return Attended(torch.cat([b.out for b in blocks], dim=1), weights, scores)
 
 
-def _blocks(
-    q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, fused: bool, want: bool
+def joined(blocks: Sequence[Tensor | None]) -> Tensor | None:
+    """[R, H, queries, ...] each -> [R, H, L, ...]; None of what was not asked for."""
+    made = [x for x in blocks if x is not None]
+    return torch.cat(made, dim=2) if made else None
+
+
+def blocks_of_queries(
+    q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, *, kernel: Kernel, want: bool, lse: bool = False
 ) -> Iterator[Attended]:
-    """The answer, a block of queries at a time; a fused block that is not finite is cut again for the reference."""
+    """The answer, a block of queries at a time; a fused block that is not finite is cut again for the reference.
+
+    ``lse``: with the logarithm of the denominator, -inf where a query sees nothing, and ``out`` as wide as it was made.
+    """
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    plain = score.softcap is None and score.sink_logits is None and not want
+    fused = plain and kernel != "reference" and not (q.dtype == torch.float16 and q.device.type == "cpu")
+    fused = fused and (not lse or _gives_lse(q, k, v, score))
     heads, new = q.shape[2], q.shape[1]
     small = reading.queries_at_once(heads, scores=True)
     if fused:  # with a bias, or with values of another width, torch makes the scores as well
-        streams = score.bias is None and v.shape[-1] == q.shape[-1]
+        streams = score.bias is None and v.shape[-1] == q.shape[-1] and (reading.weight is None or new == 1)
         size = reading.queries_at_once(heads, scores=False) if streams else small
         for low in range(0, new, size):
             high = min(low + size, new)
-            out = _fused(q[:, low:high], k, v, reading, score, low, high)
-            if _finite(out):
-                yield Attended(out)
+            made = _fused(q[:, low:high], k, v, reading, score, low, high, lse)
+            if _finite(made.out):
+                yield made
             else:
                 for start in range(low, high, small):
                     end = min(start + small, high)
-                    yield _reference(q[:, start:end], k, v, reading, score, start, end, want)
+                    yield _reference(q[:, start:end], k, v, reading, score, start, end, want, lse)
         return
     for low in range(0, new, small):
         high = min(low + small, new)
-        yield _reference(q[:, low:high], k, v, reading, score, low, high, want)
+        yield _reference(q[:, low:high], k, v, reading, score, low, high, want, lse)
+
+
+def _gives_lse(q: Tensor, k: Tensor, v: Tensor, score: Score) -> bool:
+    """Whether a fused kernel gives the denominator too: torch's on a CPU, which knows no gradient of it."""
+    learned = score.bias.table.requires_grad if isinstance(score.bias, Buckets) else False
+    graph = torch.is_grad_enabled() and (learned or q.requires_grad or k.requires_grad or v.requires_grad)
+    return q.device.type == "cpu" and v.shape[-1] == q.shape[-1] and not graph
 
 
 def _finite(x: Tensor) -> bool:
@@ -131,46 +181,95 @@ def _finite(x: Tensor) -> bool:
     return math.isfinite(x.sum().item())
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low: int, high: int) -> Tensor:
-    mask = reading.visible(low, high).unsqueeze(1)
-    if score.bias is not None:
-        wide = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
-        mask = reading.bias(score.bias, low, high).to(wide).masked_fill(~mask, -math.inf)
+def _fused(q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low: int, high: int, lse: bool) -> Attended:
+    rows, new, heads, _ = q.shape
+    seen = mask = reading.visible(low, high)
+    wide = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+    added = reading.added(score, heads, wide, low, high)
+    if added is not None:
+        mask = added.masked_fill(~_of_heads(seen, added.shape[1]), -math.inf)
+    elif lse:
+        mask = torch.zeros_like(seen, dtype=wide).masked_fill_(~seen, -math.inf)
+    laid = _laid(q, k, v, mask)
+    if lse:
+        out, total = _sdpa_with_lse(*laid, score.scale)
+        blind = ~_of_heads(seen.any(dim=-1), heads)  # torch says 0 there
+        total = total.reshape(rows, heads, new).masked_fill(blind, -math.inf)
+    else:
+        out, total = _sdpa(*laid, score.scale), None
+    return Attended(out.reshape(rows, heads, new, -1).transpose(1, 2), lse=total)
+
+
+def _laid(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As a fused kernel takes them: q [B, heads, queries, D]; k, v [B, kv heads, S, D]; mask [B, 1 or heads, ..].
+
+    One query: its group's heads become the queries of one kv head.  Masks of kv heads: each becomes a row of its own.
+    """
     rows, new, heads, dim = q.shape
     kv_heads = k.shape[1]
-    if new == 1 and heads != kv_heads:  # one query: its group's heads become the queries of one kv head
-        folded = q.view(rows, kv_heads, heads // kv_heads, dim)
-        if mask.shape[1] != 1:
-            mask = mask.reshape(rows, kv_heads, heads // kv_heads, -1)
-        out = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=score.scale)
-        return out.reshape(rows, 1, heads, -1)
-    grouped = heads != kv_heads
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=score.scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
+    if new == 1 and heads != kv_heads:
+        return (
+            q.view(rows, kv_heads, -1, dim),
+            k,
+            v,
+            mask.reshape(rows, kv_heads, -1, mask.shape[-1]) if mask.shape[1] == heads else mask,
+        )
+    if mask.shape[1] not in (1, heads):
+        q, (k, v, mask) = (
+            q.transpose(1, 2).reshape(rows * kv_heads, -1, new, dim),
+            (x.flatten(0, 1).unsqueeze(1) for x in (k, v, mask)),
+        )
+        return q, k, v, mask
+    return q.transpose(1, 2), k, v, mask
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _sdpa_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The kernel behind torch's function, which keeps the denominator to itself -> out, lse [B, heads, queries]."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = kernel(q, k, v, attn_mask=mask.expand(q.shape[0], q.shape[1], q.shape[2], -1), scale=scale)
+    return out, lse
+
+
+def _of_heads(x: Tensor, heads: int) -> Tensor:
+    """[R, 1 or K, ...] -> [R, 1 or heads, ...]: what holds for a kv head holds for the heads that read it."""
+    return x if x.shape[1] in (1, heads) or heads == 1 else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def logits_of(q: Tensor, k: Tensor, reading: Reading, score: Score, low: int, high: int) -> Tensor:
+    """[R, H, high - low, S] in float32 at least, -inf where a key is not to be seen."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rows, new, heads, dim = q.shape
+    grouped = q.to(wide).transpose(1, 2).reshape(rows, k.shape[1], -1, dim)  # [R, K, (H/K) * L, D]
+    logits = (grouped @ k.to(wide).transpose(-1, -2)).view(rows, heads, new, k.shape[2]) * score.scale
+    if score.softcap is not None:
+        logits = score.softcap * torch.tanh(logits / score.softcap)
+    added = reading.added(score, heads, wide, low, high)
+    logits = logits if added is None else logits + added
+    return logits.masked_fill(~_of_heads(reading.visible(low, high), heads), -math.inf)
 
 
 def _reference(
-    q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low: int, high: int, want: bool
+    q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low: int, high: int, want: bool, lse: bool
 ) -> Attended:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    rows, new, heads, dim = q.shape
-    kv_heads, slots = k.shape[1], k.shape[2]
-    seen = reading.visible(low, high)
-    grouped = q.to(wide).transpose(1, 2).reshape(rows, kv_heads, -1, dim)  # [R, K, (H/K) * L, D]
-    logits = (grouped @ k.to(wide).transpose(-1, -2)).view(rows, heads, new, slots) * score.scale
-    if score.softcap is not None:
-        logits = score.softcap * torch.tanh(logits / score.softcap)
-    if score.bias is not None:
-        logits = logits + reading.bias(score.bias, low, high).to(wide)
-    logits = logits.masked_fill(~seen.unsqueeze(1), -math.inf)
-    weights = _softmax(logits, score.sink_logits)
-    out = (weights.view(rows, kv_heads, -1, slots) @ _only_seen(v.to(wide))).view(rows, heads, new, -1)
-    out = _poison(out, v, seen).transpose(1, 2).to(q.dtype)
-    return Attended(out, weights, logits) if want else Attended(out)
+    rows, new, heads, _ = q.shape
+    logits = logits_of(q, k, reading, score, low, high)
+    weights, total = _softmax(logits, score.sink_logits)
+    out = (weights.view(rows, k.shape[1], -1, k.shape[2]) @ _only_seen(v.to(weights.dtype))).view(rows, heads, new, -1)
+    out = _poison(out, v, reading.visible(low, high)).transpose(1, 2)
+    if lse:
+        return Attended(out, weights if want else None, logits if want else None, total.squeeze(-1))
+    return Attended(out.to(q.dtype), weights, logits) if want else Attended(out.to(q.dtype))
 
 
-def _softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Over the last dimension, with the row's maximum taken off; a row of -inf gives zeros, not NaN."""
+def _softmax(logits: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Over the last dimension, with the row's maximum taken off; a row of -inf gives zeros, not NaN.
+
+    -> the weights, and the logarithm of the denominator with a last dimension of one.
+    """
     top = logits.amax(dim=-1, keepdim=True)
     if sink_logits is not None:
         sinks = sink_logits.to(logits.dtype).view(1, -1, 1, 1)
@@ -180,7 +279,9 @@ def _softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     total = exp.sum(dim=-1, keepdim=True)
     if sink_logits is not None:
         total = total + (sinks - top).exp()
-    return exp / total.masked_fill(total == 0, 1.0)
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1.0)
+    return exp / total, (top + total.log()).masked_fill(nothing, -math.inf)
 
 
 def _only_seen(v: Tensor) -> Tensor:
@@ -193,7 +294,7 @@ def _poison(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     if _finite(v):
         return out
     broken = (~torch.isfinite(v)).any(dim=-1)  # [R, K, S]
-    reached = (seen.unsqueeze(1) & broken.unsqueeze(2)).any(dim=-1)  # [R, K, L]
+    reached = (seen & broken.unsqueeze(2)).any(dim=-1)  # [R, K, L]
     return out.masked_fill(reached.repeat_interleave(out.shape[1] // v.shape[1], dim=1).unsqueeze(-1), math.nan)
 
 
@@ -202,18 +303,30 @@ def _cut(mark: Mark, low: int, high: int) -> Mark:
 
 
 def distance_bias(bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor) -> Tensor:
-    """queries [R, L], keys [R, S] (positions) -> [R, H, L, S]."""
+    """queries [R, L], keys [R, S] or [R, K, S] (positions) -> [R, H, L, S]."""
     if not isinstance(bias, (Slopes, Buckets)):
-        return bias.between(queries, keys)
-    ahead = keys.unsqueeze(-2) - queries.unsqueeze(-1)  # k - q
+        return bias.between(queries, keys) if keys.dim() == 2 else _between(bias, queries, keys)
+    keys = keys.unsqueeze(1) if keys.dim() == 2 else keys  # [R, 1 or K, S]
     if isinstance(bias, Slopes):
+        keys = _of_heads(keys, bias.slopes.shape[0]).unsqueeze(2)
         slopes = bias.slopes.view(1, -1, 1, 1)
         if bias.rounded:
-            there = slopes.bfloat16() * keys[:, None, None, :].bfloat16()
+            there = slopes.bfloat16() * keys.bfloat16()
             return (there.to(slopes.dtype) - slopes * queries[:, None, :, None].to(slopes.dtype)) * bias.factor
-        return -slopes * bias.factor * ahead.abs().unsqueeze(1).to(slopes.dtype)
-    bucket = t5_bucket(ahead, bias.table.shape[0], bias.max_distance, bias.bidirectional)
-    return F.embedding(bucket, bias.table).permute(0, 3, 1, 2)
+        return -slopes * bias.factor * (keys - queries[:, None, :, None]).abs().to(slopes.dtype)
+    ahead = keys.unsqueeze(2) - queries[:, None, :, None]  # k - q
+    bucket = t5_bucket(ahead, bias.table.shape[0], bias.max_distance, bias.bidirectional)  # [R, 1 or K, L, S]
+    if bucket.shape[1] == 1:
+        return F.embedding(bucket[:, 0], bias.table).permute(0, 3, 1, 2)
+    heads = torch.arange(bias.table.shape[1], device=bucket.device).view(1, -1, 1, 1)
+    return bias.table[_of_heads(bucket, heads.numel()), heads]
+
+
+def _between(bias: Bias, queries: Tensor, keys: Tensor) -> Tensor:
+    """A bias of one's own, which knows keys [R, S], for keys [R, K, S]: each kv head's own heads of its answer."""
+    kv_heads = keys.shape[1]
+    every = [bias.between(queries, keys[:, head]) for head in range(kv_heads)]
+    return torch.cat([each.chunk(kv_heads, dim=1)[head] for head, each in enumerate(every)], dim=1)
 
 
 def t5_bucket(ahead: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
