@@ -151,7 +151,7 @@ def measure(case: Case) -> float:
         return worst(model, streams, run)
     loss = worst(model, streams, run)
     assert 1e-6 < loss <= LOSS[case["dtype"]], "its own loss"
-    return worst(model, streams, run, parted(case["dtype"]))
+    return worst(model, streams, run, formats=parted(case["dtype"]))
 
 
 def case_id(case: Case) -> str:

@@ -50,7 +50,7 @@ def merge(
     are read twice then: those of a generator are kept until the end, those of a sequence (or of anything else that
     can be gone through again) are made again.
     """
-    again = list(parts) if mass and iter(parts) is parts else parts
+    again = list(parts) if mass and isinstance(parts, Iterator) else parts
     source = iter(again)
     first, second = next(source, None), next(source, None)
     assert first is not None, "attention over no part at all"

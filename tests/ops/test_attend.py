@@ -6,6 +6,8 @@ softmax over the visible keys of softcap(scale * q.k) + bias, the sink in the de
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 import pytest
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvad.ops import attend as ops
 from kvad.ops.attend import Kernel, Reading, attend, t5_bucket
+from kvad.ops.merge import Part, merge
 from kvad.step import Buckets, Mark, Reach, Score, Slopes
 from tests.pairwise import Case, pairwise
 
@@ -427,3 +430,239 @@ def test_scores_that_overflow_exp_are_safe() -> None:
     huge = ask._replace(score=Score(500.0), q=ask.q.float(), k=ask.k.float(), v=ask.v.float())
     for kernel in BOTH:
         assert bool(huge.ask(kernel).isfinite().all())
+
+
+# ---------------------------------------------------------------- several parts, one softmax
+
+
+CUTS = ((0, 5), (5, 5), (5, 6), (6, SLOTS))  # one is empty, one has a single slot
+PART_AXES = AXES | {"own": ("shared", "per-head", "weighted", "per-head-weighted"), "fused": ("auto", "reference")}
+
+
+def of_head(x: Tensor, kv_head: int) -> Tensor:
+    return x if x.dim() == 2 else x[:, kv_head]
+
+
+class Parts(NamedTuple):
+    """A question whose heads may keep other tokens, and whose keys may stand for several."""
+
+    ask: Question
+    keys: Tensor  # [R, S] or [R, K, S]
+    documents: Tensor | None
+    weight: Tensor | None
+
+    def cut(self, cuts: tuple[tuple[int, int], ...] = CUTS) -> list[Part]:
+        ask, made = self.ask, []
+        for low, high in cuts:
+            documents = None if self.documents is None else self.documents[..., low:high]
+            weight = None if self.weight is None else self.weight[..., low:high]
+            reading = Reading(ask.queries, Mark(self.keys[..., low:high], documents), ask.reach, weight)
+            made.append(Part(ask.q, ask.k[:, :, low:high], ask.v[:, :, low:high], reading))
+        return made
+
+    def plain(self) -> tuple[Tensor, Tensor, Tensor]:
+        """out [R, L, H, Dv], lse [R, H, L] and weights [R, H, L, S] by the formula, one head at a time."""
+        ask, heads, kv_heads = self.ask, self.ask.q.shape[2], self.ask.k.shape[1]
+        outs, lses, every = [], [], []
+        for head in range(heads):
+            own = head // (heads // kv_heads)
+            keys = Mark(of_head(self.keys, own), None if self.documents is None else of_head(self.documents, own))
+            z = torch.einsum("rld,rsd->rls", ask.q[:, :, head].double(), ask.k[:, own].double()) * ask.score.scale
+            if ask.score.softcap is not None:
+                z = ask.score.softcap * torch.tanh(z / ask.score.softcap)
+            if ask.score.bias is not None:
+                z = z + ops.distance_bias(ask.score.bias, ask.queries.position, keys.position)[:, head]
+            if self.weight is not None:
+                z = z + of_head(self.weight, own)[:, None].double()
+            z = z.masked_fill(~ask.reach.allows(ask.queries, keys), -math.inf)
+            sinks = ask.score.sink_logits
+            extra = z.new_full((*z.shape[:2], 1), -math.inf if sinks is None else float(sinks[head]))
+            lse = torch.cat([z, extra], -1).logsumexp(-1)
+            weights = torch.where(z > -math.inf, (z - lse.unsqueeze(-1)).exp(), 0.0)
+            outs.append(weights @ ask.v[:, own].double())
+            lses.append(lse)
+            every.append(weights)
+        return torch.stack(outs, 2), torch.stack(lses, 1), torch.stack(every, 1)
+
+    def group(self, x: Tensor) -> Tensor:
+        """[R, H, S] -> [R, K, S], summed over the heads that read a kv head."""
+        return x.unflatten(1, (self.ask.k.shape[1], -1)).sum(2)
+
+
+def in_parts(case: Case, dtype: torch.dtype = torch.float64) -> Parts:
+    ask, own = question(case, dtype=dtype), case.get("own", "shared")
+    draw = torch.Generator().manual_seed(5)
+    keys, kv_heads = ask.keys.position, ask.k.shape[1]
+    if own.startswith("per-head"):  # each head has the row's tokens in another order, and has dropped others
+        keys = torch.stack([keys[:, torch.randperm(SLOTS, generator=draw)] for _ in range(kv_heads)], dim=1)
+        keys = keys.masked_fill(torch.rand(keys.shape, generator=draw) < 0.2, -1)
+    documents = None if ask.keys.document is None else keys // 4
+    shape = keys.shape if own == "per-head-weighted" else (ROWS, SLOTS)
+    weight = torch.randint(1, 9, shape, generator=draw).double().log() if own.endswith("weighted") else None
+    return Parts(ask, keys, documents, weight)
+
+
+@pytest.mark.parametrize("case", pairwise(PART_AXES), ids=case_id)
+def test_parts_are_one_softmax(case: Case) -> None:
+    parts = in_parts(case)
+    kernel: Kernel = "auto" if case["fused"] == "auto" else "reference"
+    out, lse, weights = parts.plain()
+    count = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]])[:, -parts.ask.q.shape[1] :]
+    for cuts in (CUTS, CUTS[::-1], ((0, SLOTS),)):
+        made = merge(parts.cut(cuts), parts.ask.score, kernel=kernel, mass=True, count=count)
+        torch.testing.assert_close(made.out, out, rtol=0, atol=1e-12)
+        if made.lse is not None:
+            torch.testing.assert_close(made.lse, lse, rtol=0, atol=1e-12)
+        assert made.mass is not None
+        for mass, (low, high) in zip(made.mass, cuts, strict=True):
+            counted = (weights[..., low:high] * count.double()[:, None, :, None]).sum(2)
+            torch.testing.assert_close(mass, parts.group(counted), rtol=0, atol=1e-12)
+        seen = merge(parts.cut(cuts), parts.ask.score, kernel=kernel, want=True)
+        assert seen.weights is not None
+        order = [slot for low, high in cuts for slot in range(low, high)]
+        torch.testing.assert_close(seen.weights, weights[..., order], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("own", PART_AXES["own"])
+@pytest.mark.parametrize("heads", SHAPES)
+def test_parts_in_every_dtype(heads: str, own: str, dtype: torch.dtype) -> None:
+    parts = in_parts({"heads": heads, "own": own, "logits": "alibi"}, dtype)
+    made = merge(parts.cut(), parts.ask.score, mass=True)
+    assert made.out.dtype == dtype and made.mass is not None and made.mass[0].dtype == torch.float32
+    out, _, weights = parts.plain()
+    torch.testing.assert_close(made.out.double(), out, rtol=0, atol=ROUNDING[dtype])
+    torch.testing.assert_close(torch.cat(made.mass, -1).double(), parts.group(weights.sum(2)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize("case", pairwise(AXES), ids=case_id)
+def test_one_part_is_attention(case: Case, kernel: Kernel) -> None:
+    ask = question(case)
+    part = Part(*ask[:3], Reading(*ask[3:6]))
+    for parts in ([part], iter([part])):
+        assert torch.equal(merge(parts, ask.score, kernel=kernel).out, ask.ask(kernel))
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize("where", ["k", "v"])
+@pytest.mark.parametrize("case", pairwise({k: v for k, v in PART_AXES.items() if k != "fused"}), ids=case_id)
+def test_what_lies_in_a_masked_slot_of_a_part_reaches_nobody(case: Case, where: str, kernel: Kernel) -> None:
+    parts = in_parts(case)
+    clean = merge(parts.cut(), parts.ask.score, kernel=kernel, mass=True)
+    hidden = parts.keys < 0
+    hidden = hidden[:, None] if hidden.dim() == 2 else hidden
+    assert bool(hidden.any())
+    (parts.ask.k if where == "k" else parts.ask.v).masked_fill_(hidden[..., None], math.nan)
+    if parts.weight is not None:
+        parts.weight.masked_fill_(hidden if parts.weight.dim() == 3 else hidden.all(1), math.nan)
+    dirty = merge(parts.cut(), parts.ask.score, kernel=kernel, mass=True)
+    torch.testing.assert_close(dirty.out, clean.out, rtol=0, atol=1e-12)
+    torch.testing.assert_close(dirty.mass, clean.mass, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize("logits", LOGITS)
+def test_queries_that_see_nothing_in_a_part_or_in_any(logits: str, kernel: Kernel) -> None:
+    ask = question({"logits": logits})
+    seeing = Part(*ask[:3], Reading(*ask[3:6]))
+    blind = Part(
+        ask.q,
+        *(torch.full_like(x, math.nan) for x in ask[1:3]),
+        Reading(ask.queries, Mark(torch.full((2, SLOTS), -1)), ask.reach),
+    )
+    alone = merge([blind, blind], ask.score, kernel=kernel, mass=True)
+    assert bool((alone.out == 0).all()) and alone.mass is not None and not any(bool(m.any()) for m in alone.mass)
+    whole = ask.ask(kernel)
+    for parts in ([blind, seeing], [seeing, blind], [blind, seeing, blind]):
+        torch.testing.assert_close(merge(parts, ask.score, kernel=kernel).out, whole, rtol=0, atol=1e-13)
+
+
+def test_mass_sums_to_the_queries_that_count() -> None:
+    parts = in_parts({"heads": "gqa", "own": "per-head-weighted"})
+    made = merge(parts.cut(), parts.ask.score, mass=True)
+    assert made.mass is not None
+    sighted = (parts.plain()[2].sum(-1) > 0.5).double().sum(2)  # [R, H]: a blind query gives nobody anything
+    torch.testing.assert_close(torch.cat(made.mass, -1).sum(-1), parts.group(sighted.unsqueeze(-1)).squeeze(-1))
+    nobody = merge(parts.cut(), parts.ask.score, mass=True, count=torch.zeros(ROWS, 6))
+    assert nobody.mass is not None and not any(bool(m.any()) for m in nobody.mass)
+
+
+def test_a_query_that_does_not_count_may_hold_anything() -> None:
+    parts = in_parts({})
+    count = torch.ones(ROWS, 6)
+    count[1, 3] = 0
+    clean = merge(parts.cut(), parts.ask.score, mass=True, count=count)
+    parts.ask.q[1, 3] = math.nan
+    torch.testing.assert_close(merge(parts.cut(), parts.ask.score, mass=True, count=count).mass, clean.mass)
+
+
+def test_parts_are_made_one_at_a_time() -> None:
+    """Of a hundred parts at most the one that is read, the one before the first read, and the generator's own live."""
+    ask, alive = question({}), []
+    most = 0
+
+    def unpacked() -> Iterator[Part]:
+        nonlocal most
+        for slot in [*range(SLOTS)] * 8:
+            k, v = (x[:, :, slot : slot + 1].clone() for x in ask[1:3])
+            alive.append(weakref.ref(k))
+            most = max(most, sum(ref() is not None for ref in alive))
+            yield Part(ask.q, k, v, Reading(ask.queries, Mark(ask.keys.position[:, slot : slot + 1]), ask.reach))
+
+    merge(unpacked(), ask.score)
+    assert len(alive) == 8 * SLOTS and most <= 3
+
+
+class Unpacked:
+    """Parts that are made again each time they are gone through."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts, self.times = parts, 0
+
+    def __iter__(self) -> Iterator[Part]:
+        self.times += 1
+        return (Part(q, k.clone(), v.clone(), reading) for q, k, v, reading in self.parts)
+
+
+def test_mass_reads_a_sequence_twice_and_keeps_a_generator() -> None:
+    parts = in_parts({})
+    listed = merge(parts.cut(), parts.ask.score, mass=True)
+    again = Unpacked(parts.cut())
+    torch.testing.assert_close(merge(again, parts.ask.score, mass=True).mass, listed.mass, rtol=0, atol=0)
+    torch.testing.assert_close(merge(iter(parts.cut()), parts.ask.score, mass=True).mass, listed.mass, rtol=0, atol=0)
+    assert again.times == 2 and merge(again, parts.ask.score).mass is None and again.times == 3
+
+
+@pytest.mark.parametrize("kernel", BOTH)
+@pytest.mark.parametrize("logits", LOGITS)
+def test_parts_of_a_long_step_make_no_matrix_of_it(
+    logits: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "MASK_BUDGET", 1 << 13)
+    monkeypatch.setattr(ops, "SCORE_BUDGET", 1 << 15)
+    ask = long_question(logits, "gqa", 320)
+    keys = ask.keys.position.unsqueeze(1).expand(1, 3, -1)
+    parts = [
+        Part(ask.q, ask.k[:, :, cut], ask.v[:, :, cut], Reading(ask.queries, Mark(keys[:, :, cut]), ask.reach))
+        for cut in (slice(0, 160), slice(160, 320))
+    ]
+    with Largest() as largest, torch.no_grad():
+        made = merge(parts, ask.score, kernel=kernel, mass=True)
+    assert largest.elements <= 1 << 15, f"{largest.made_by} made {largest.elements} elements"
+    torch.testing.assert_close(made.out, ask.ask("reference"), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+def test_gradients_pass_through_parts(logits: str) -> None:
+    """By the whole's own: of q, k and v, where some queries are blind in one part or in all."""
+    ask = question({"logits": logits})
+    answers = []
+    for cuts in (CUTS, ((0, SLOTS),)):
+        inputs = [t.detach().clone().requires_grad_() for t in ask[:3]]
+        own = Parts(ask._replace(q=inputs[0], k=inputs[1], v=inputs[2]), ask.keys.position, None, None)
+        out = merge(own.cut(cuts), ask.score).out
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
+        answers.append(torch.autograd.grad((out * weight).sum(), inputs))
+    for cut, whole in zip(*answers, strict=True):
+        torch.testing.assert_close(cut, whole, rtol=0, atol=1e-11)
