@@ -293,11 +293,11 @@ class Moves(NamedTuple):
     one move has read be another's in the same step:
 
     ``park``: (key, per group the blocks of a row): copied out to the host, and kept under the key.
+    ``wake``: (key, per group as many blocks): what was parked comes back, whole.
+    ``drop``: keys of parked rows that will not come back.
     ``compact``: per group, :class:`Compact`: a policy's cut of one row.
     ``clear``: per group, blocks that change hands: their positions become -1 and their contents zero.
     ``copy``: per group, (source block, target block, slots kept): copy-on-write; the target's other slots are empty.
-    ``wake``: (key, per group as many blocks): what was parked comes back, whole.
-    ``drop``: keys of parked rows that will not come back.
     """
 
     clear: tuple[tuple[int, ...], ...]

@@ -14,12 +14,13 @@ Memory must never choose: which block, which row, what to drop are the ledger's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from kvad.cache.cuts import HeadColumns, count_queries, cut_layer
 from kvad.cache.layout import Table, read_column, split
 from kvad.cache.sizing import Group
 from kvad.cache.store import Store
@@ -27,7 +28,7 @@ from kvad.errors import CacheError
 from kvad.ops.attend import Kernel, Reading
 from kvad.ops.lanes import Probe, lane_spans, observe
 from kvad.ops.rotary import Angles, rotate_rows
-from kvad.step import Lane, Mark, Moves, Place, Reach, Score, Step, View
+from kvad.step import Compact, Lane, Mark, Moves, Place, Reach, Score, Step, View
 
 __all__ = ["Memory"]
 
@@ -65,10 +66,13 @@ class Memory:
             self.positions.append(torch.full((group.blocks, size), -1, dtype=torch.int64, device=device))
         self.keys = [keys[layer] for layer in sorted(keys)]
         self.values = [values[layer] for layer in sorted(values)]
+        ranked = [(layer, group) for group in self.groups if group.scored is not None for layer in group.layers]
+        self.columns = {layer: HeadColumns(group, device) for layer, group in ranked}
+        self.parked: dict[int, list[Tensor]] = {}  # on the host, by key
 
     def leaves(self) -> list[Tensor]:
-        """Every tensor of the cache, flat: keys and values by layer, then positions by group."""
-        stores = (*self.keys, *self.values)
+        """Every tensor of the cache, flat: keys and values by layer, what heads keep by layer, positions by group."""
+        stores = (*self.keys, *self.values, *self.columns.values())
         return [*(array for store in stores for array in store.arrays), *self.positions]
 
     def payload_bytes(self) -> int:
@@ -78,25 +82,56 @@ class Memory:
         return sum(store.nbytes for store in (*self.keys, *self.values)) - self.payload_bytes()
 
     def column_bytes(self) -> int:
-        return sum(t.nbytes for t in self.positions)
+        return sum(each.nbytes for each in (*self.positions, *self.columns.values()))
 
     def release(self) -> None:
         """Give every store back.  The memory cannot be opened afterwards."""
         self.keys, self.values, self.positions, self.groups = [], [], [], ()
+        self.columns, self.parked = {}, {}
 
     def apply(self, moves: Moves) -> None:
-        """Edits between two steps: clear blocks that change hands, then copy on write."""
+        """Edits between two steps, in the order that :class:`Moves` names."""
+        for key, blocks in moves.park:
+            self.parked[key] = [array[ids].cpu() for array, ids in self._of(blocks)]
+        for key, blocks in moves.wake:
+            for (array, ids), held in zip(self._of(blocks), self.parked.pop(key), strict=True):
+                array[ids] = held.to(array.device)
+        for key in moves.drop:
+            self.parked.pop(key, None)
+        for group, positions, cuts in zip(self.groups, self.positions, moves.compact, strict=False):
+            if cuts:
+                self._compact(group, positions, cuts)
         for group, positions, clear, copy in zip(self.groups, self.positions, moves.clear, moves.copy, strict=True):
             if clear:
                 self._clear(group, positions, torch.tensor(clear, device=positions.device))
             for source, target, kept in copy:
                 self._copy(group, positions, source, target, kept)
 
+    def _of(self, blocks: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every raw array of a row's groups, and the row's blocks in it."""
+        for group, positions, held in zip(self.groups, self.positions, blocks, strict=False):
+            ids = torch.tensor(held, dtype=torch.int64, device=positions.device)
+            yield positions, ids
+            for layer in group.layers:
+                stores = (self.keys[layer], self.values[layer], *self._columns(layer))
+                yield from ((array, ids) for store in stores for array in store.arrays)
+
+    def _columns(self, layer: int) -> tuple[HeadColumns, ...]:
+        return (self.columns[layer],) if layer in self.columns else ()
+
+    def _compact(self, group: Group, positions: Tensor, cuts: Sequence[Compact]) -> None:
+        for layer in group.layers:
+            cut_layer(group, layer, self.keys[layer], self.values[layer], self.columns[layer], cuts)
+        for cut in cuts:  # heads keep other tokens; that a slot is taken is all that they share
+            blocks = torch.tensor(cut.targets, device=positions.device)
+            filled = torch.arange(len(cut.targets) * group.block_size, device=positions.device)
+            positions[blocks] = filled.masked_fill(filled >= cut.kept, -1).view(len(cut.targets), -1)
+
     def _clear(self, group: Group, positions: Tensor, blocks: Tensor) -> None:
         positions.index_fill_(0, blocks, -1)
         for layer in group.layers:
-            self.keys[layer].clear(blocks)
-            self.values[layer].clear(blocks)
+            for store in (self.keys[layer], self.values[layer], *self._columns(layer)):
+                store.clear(blocks)
 
     def _copy(self, group: Group, positions: Tensor, source: int, target: int, kept: int) -> None:
         positions[target, :kept] = positions[source, :kept]
@@ -104,6 +139,8 @@ class Memory:
         for layer in group.layers:
             self.keys[layer].copy(source, target)
             self.values[layer].copy(source, target)
+            for columns in self._columns(layer):
+                columns.copy(source, target, kept)
 
     def open(self, step: Step) -> Sequence[View]:
         """Mark the new tokens' slots and build one view per layer; masks and indices are made once per group."""
@@ -121,6 +158,8 @@ class Memory:
                 continue
             shared = _Shared(self, number, step, place, angles)
             for layer in group.layers:
+                for columns in self._columns(layer):
+                    columns.write(shared.written.blocks, shared.written.offsets, step.positions)
                 views[layer] = _MemoryView(shared, layer, self.keys[layer], self.values[layer])
         return [view for view in views if view is not None]
 
@@ -145,22 +184,35 @@ class _Reads:
         reach = Reach.of(group.mixer)
         self.turning, self.exact = memory.rotates_on_read, memory.exact
         self.tables, self.readings = [], []
+        self.columns, policy = memory.columns, group.scored
+        self.counts: list[Tensor | None] = []
         for lane, (low, high), blocks in zip(self.lanes, self.spans, place.tables, strict=True):
             table = Table(blocks, group.block_size, lane.read)
             queries = Mark(step.positions[low:high].view(lane.rows, lane.new))
             self.tables.append(table)
             self.readings.append(Reading(queries, Mark(read_column(memory.positions[number], table)), reach))
+            counted = policy is not None and policy.watch > 0
+            self.counts.append(count_queries(policy, queries.position) if policy is not None and counted else None)
 
     def attend(self, layer: int, q: Tensor, keys: Store, values: Store, score: Score) -> Tensor:
         outs = []
+        columns = self.columns.get(layer)
         for number, lane in enumerate(self.lanes):
             low, high = self.spans[number]
-            queries, at = q[low:high].unflatten(0, (lane.rows, lane.new)), slice(low, high)
-            k, v = keys.read(self.tables[number], q.dtype), values.read(self.tables[number], q.dtype)
-            reading = self.readings[number]
-            if self.turning and score.rotary is not None:
+            queries, at, table = q[low:high].unflatten(0, (lane.rows, lane.new)), slice(low, high), self.tables[number]
+            k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
+            reading, count = self.readings[number], self.counts[number]
+            turning = self.turning and score.rotary is not None
+            if columns is not None and (turning or score.bias is not None):  # else it does not matter where a key was
+                reading = Reading(reading.queries, Mark(columns.read(table)), reading.reach)
+            if turning:
+                assert score.rotary is not None
                 k = rotate_rows(k, reading.keys.position, score.rotary, at, exact=self.exact)
-            outs.append(observe(layer, number, queries, k, v, reading, score, self.kernel, self.probe, at))
+            seen = observe(layer, number, queries, k, v, reading, score, self.kernel, self.probe, at, count)
+            if columns is not None and count is not None:
+                assert seen.mass is not None
+                columns.add(table, seen.mass[0])
+            outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
 
 

@@ -139,7 +139,7 @@ class Seen(NamedTuple):
 
     ``positions`` [K, m]; ``mass`` [K, m]: the attention that each got from the queries that count, summed over the
     heads that read it (None: not watched); ``keys()`` and ``values()`` [K, m, D] as attention reads them; ``now``: the
-    row's length; ``layer``; ``heads``: query heads.
+    row's length; ``layer``.
     """
 
     positions: Tensor
@@ -148,7 +148,6 @@ class Seen(NamedTuple):
     values: Callable[[], Tensor]
     now: int
     layer: int
-    heads: int
 
 
 @dataclass(frozen=True)

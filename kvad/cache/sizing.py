@@ -250,7 +250,7 @@ def _cross_group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig)
 
 def group_bytes(group: Group) -> GroupBytes:
     """``blocks * layers * K`` times what a block takes of every array of its formats; columns: one int64 position per
-    slot.
+    slot, and where a policy ranks those of each head.
 
     float32, D = Dv = 64, K = 1, one layer: 512 bytes of payload per token;  int8: 128, and 8 of scales.
     """
@@ -260,16 +260,23 @@ def group_bytes(group: Group) -> GroupBytes:
         for array in form.arrays(dim):
             taken = lines * array.nbytes * (size if array.grain == "slot" else 1)
             payload, scales = (payload + taken, scales) if array.name == "data" else (payload, scales + taken)
-    columns = size * POSITION_BYTES
+    columns = size * (POSITION_BYTES + (lines * _head_column_bytes(group)))
     return GroupBytes(
         group.blocks * payload,
         group.blocks * scales,
         group.blocks * columns,
         payload // size,
         _ceil(scales, size),
-        POSITION_BYTES,
+        columns // size,
         group.blocks_per_row * (payload + scales + columns),
     )
+
+
+def _head_column_bytes(group: Group) -> int:
+    """Per slot, layer and head, where a policy ranks: a position (int32), and the attention that it got."""
+    if group.scored is None:
+        return 0
+    return 4 + (0 if not group.scored.watch else 8 if group.keys == "float64" else 4)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -104,7 +104,9 @@ class _FreshView:
             queries = q[low:high].unflatten(0, (lane.rows, lane.new))
             keys = k[low:high].unflatten(0, (lane.rows, lane.new)).transpose(1, 2)
             values = v[low:high].unflatten(0, (lane.rows, lane.new)).transpose(1, 2)
-            outs.append(observe(self._layer, number, queries, keys, values, reading, score, self._kernel, self._probe, slice(low, high)))
+            at = slice(low, high)
+            seen = observe(self._layer, number, queries, keys, values, reading, score, self._kernel, self._probe, at)
+            outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
 
     def write(self, k: Tensor, v: Tensor) -> None:
@@ -142,5 +144,6 @@ class _CrossView:
             queries, reading = q[low:high].unflatten(0, (lane.rows, lane.new)), shared.readings[number]
             k, v = (x[first:last].unflatten(0, (there.rows, there.new)).transpose(1, 2) for x in (keys, values))
             at = slice(low, high)
-            outs.append(observe(self._layer, number, queries, k, v, reading, score, self._kernel, self._probe, at))
+            seen = observe(self._layer, number, queries, k, v, reading, score, self._kernel, self._probe, at)
+            outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)

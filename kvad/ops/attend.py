@@ -78,6 +78,12 @@ class Reading:
         far = self.queries.position - self.reach.renumbered(self.queries.position)
         return far if bool(far.any()) else None
 
+    @cached_property
+    def sink_slots(self) -> int:
+        """How many of the first slots hold all sinks."""
+        where = (self.keys.position < self.reach.sinks).logical_and(self.keys.position >= 0).any(dim=0).nonzero()
+        return int(where.max()) + 1 if len(where) else 0
+
     def visible(self, low: int, high: int) -> Tensor:
         """[R, 1 or K, high - low, S] of booleans for queries low..high."""
         if self._masks > MASK_BUDGET:

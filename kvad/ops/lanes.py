@@ -55,45 +55,6 @@ def fold(lane: Lane, sources: int) -> Lane:
     return Lane(sources, lane.rows // sources * lane.new, lane.read)
 
 
-def _renumbered(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    reading: Reading,
-    far: Tensor,
-    score: Score,
-    kernel: Kernel,
-    want: bool,
-    at: slice,
-) -> Attended:
-    """Keys and queries are rotated by their positions; a sink is to look ``far`` [R, L] nearer than that.
-
-    One query of a row: its sinks are turned.  Several: each has a distance of its own, so the sinks are a part that is
-    asked with queries turned back.
-    """
-    assert score.rotary is not None
-    rows, new = far.shape
-    sinks = reading.keys.position < reading.reach.sinks
-    if new == 1:
-        nearer = turn(k, far * sinks, score.rotary, at)
-        return attend(q, nearer, v, reading, score, kernel=kernel, want=want)
-    if want:
-        each = []
-        for i in range(new):
-            one = Reading(Mark(reading.queries.position[:, i : i + 1]), reading.keys, reading.reach)
-            here = slice(at.start + i, at.stop, new)
-            each.append(_renumbered(q[:, i : i + 1], k, v, one, far[:, i : i + 1], score, kernel, want, here))
-        weights, scores = [x.weights for x in each], [x.scores for x in each]
-        return Attended(torch.cat([x.out for x in each], 1), torch.cat(weights, 2), torch.cat(scores, 2))
-    back = turn(q.transpose(1, 2), -far, score.rotary, at).transpose(1, 2)
-    positions = reading.keys.position
-    parts = (
-        Part(back, k, v, Reading(reading.queries, Mark(positions.masked_fill(~sinks, -1)), reading.reach)),
-        Part(q, k, v, Reading(reading.queries, Mark(positions.masked_fill(sinks, -1)), reading.reach)),
-    )
-    return merge(parts, score, kernel=kernel)
-
-
 def observe(
     layer: int,
     lane: int,
@@ -105,14 +66,45 @@ def observe(
     kernel: Kernel,
     probe: Probe | None,
     at: slice,
-) -> Tensor:
-    """Attend in one lane -> flat [R * L, H, Dv], and show a probe what was seen.  ``at``: the lane's flat tokens."""
-    far = reading.far if score.rotary is not None else None
-    if far is None:
-        done = attend(q, k, v, reading, score, kernel=kernel, want=probe is not None)
+    count: Tensor | None = None,
+) -> Attended:
+    """Attend in one lane, and show a probe what was seen.
+
+    ``at``: the lane's flat tokens; ``count`` [R, L]: which queries' attention is asked for (``Attended.mass``).
+    """
+    far, want = reading.far if score.rotary is not None else None, probe is not None
+    if far is not None:
+        done = _renumbered(Part(q, k, v, reading), far, score, kernel, want, at)
+    elif count is not None:
+        done = merge((Part(q, k, v, reading),), score, kernel=kernel, want=want, mass=True, count=count)
     else:
-        done = _renumbered(q, k, v, reading, far, score, kernel, probe is not None, at)
+        done = attend(q, k, v, reading, score, kernel=kernel, want=want)
     if probe is not None:
         assert done.scores is not None and done.weights is not None
         probe(Seen(layer, lane, q, k, v, reading.keys.position, done.scores, done.weights, done.out))
-    return done.out.flatten(0, 1)
+    return done
+
+
+def _renumbered(part: Part, far: Tensor, score: Score, kernel: Kernel, want: bool, at: slice) -> Attended:
+    """Keys and queries are rotated by their positions; a sink is to look ``far`` [R, L] nearer than that.
+
+    One query of a row: its sinks are turned.  Several: each has a distance of its own, so the sinks are a part that is
+    asked with queries turned back.
+    """
+    assert score.rotary is not None
+    q, k, v, reading = part
+    positions = reading.keys.position
+    sinks = positions < reading.reach.sinks
+    if far.shape[1] == 1:
+        width = reading.sink_slots
+        nearer = turn(k[:, :, :width], far * sinks[:, :width], score.rotary, at)
+        return attend(q, torch.cat((nearer, k[:, :, width:]), 2), v, reading, score, kernel=kernel, want=want)
+    back = turn(q.transpose(1, 2), -far, score.rotary, at).transpose(1, 2)
+    first = Reading(reading.queries, Mark(positions.masked_fill(~sinks, -1)), reading.reach)
+    rest = Reading(reading.queries, Mark(positions.masked_fill(sinks, -1)), reading.reach)
+    done = merge((Part(back, k, v, first), Part(q, k, v, rest)), score, kernel=kernel, want=want)
+    if not want:
+        return done
+    assert done.scores is not None and done.weights is not None  # of the same keys twice, half of them not seen
+    (a, b), (c, d) = done.scores.chunk(2, dim=-1), done.weights.chunk(2, dim=-1)
+    return done._replace(scores=torch.maximum(a, b), weights=c + d)

@@ -68,16 +68,17 @@ def turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice) -> Tensor:
 
 
 def rotate_rows(x: Tensor, positions: Tensor, rotary: Rotary, at: slice, *, exact: bool) -> Tensor:
-    """x [R, K, S, D] at positions [R, S]: what :class:`Angles` does to flat tokens, to keys that were stored without."""
+    """x [R, K, S, D] at positions [R, S] or [R, K, S]: what :class:`Angles` does to flat tokens, to keys that were stored without."""
     return _turn(x, positions, rotary, at, torch.float64 if exact else torch.float32)
 
 
 def _turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice, least: torch.dtype) -> Tensor:
     freq = rotary.inv_freq
     if freq.dim() == 2:
-        freq = freq[at].unflatten(0, (x.shape[0], -1))[:, :1]
+        freq = freq[at].unflatten(0, (x.shape[0], -1))[:, None, :1]
+    by = by.unsqueeze(1) if by.dim() == 2 else by
     wide = torch.promote_types(freq.dtype, least)
-    angle = (by.to(wide).unsqueeze(-1) * freq.to(wide)).unsqueeze(1)  # [R, 1, S, D_rot/2]
+    angle = by.to(wide).unsqueeze(-1) * freq.to(wide)  # [R, 1 or K, S, D_rot/2]
     cos, sin = (angle.cos() * rotary.factor).to(x.dtype), (angle.sin() * rotary.factor).to(x.dtype)
     return rotate(x, cos, sin, rotary.interleaved)
 

@@ -1,0 +1,149 @@
+"""What a policy that ranks leaves of a row: columns per layer and head, and the cut itself.  The device's half.
+
+The host says how many slots stay and in which blocks (``step.Compact``); which ones is decided here, in each layer and
+head apart, and never read by the host.  What stays fills the blocks from the front in its old order.
+
+    one head, held: positions 0 1 2 3 4 5 6 7, ranks 9 1 2 8 3 7 0 5, three stay:   0 3 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvad.cache.layout import Table, read
+from kvad.cache.policy import ALWAYS, Scored, Seen
+from kvad.cache.sizing import Group
+from kvad.cache.store import Store
+from kvad.step import Compact
+
+__all__ = ["HeadColumns", "count_queries", "cut_layer", "order_of"]
+
+
+class HeadColumns:
+    """Of one layer: which position each head has in a slot (-1: none), and the attention that it got.
+
+    ``positions`` [blocks, K, block_size] int32; ``mass``, of the same shape, where the policy watches.
+    """
+
+    def __init__(self, group: Group, device: torch.device | str) -> None:
+        assert group.scored is not None
+        shape = group.blocks, group.mixer.kv_heads, group.block_size
+        self.positions = torch.full(shape, -1, dtype=torch.int32, device=device)
+        mass = torch.float64 if group.keys == "float64" else torch.float32
+        self.mass = torch.zeros(shape, dtype=mass, device=device) if group.scored.watch else None
+
+    @property
+    def arrays(self) -> tuple[Tensor, ...]:
+        return (self.positions,) if self.mass is None else (self.positions, self.mass)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def clear(self, blocks: Tensor) -> None:
+        self.positions.index_fill_(0, blocks, -1)
+        if self.mass is not None:
+            self.mass.index_fill_(0, blocks, 0)
+
+    def copy(self, source: int, target: int, kept: int) -> None:
+        self.positions[target], self.positions[target, :, kept:] = self.positions[source], -1
+        if self.mass is not None:
+            self.mass[target], self.mass[target, :, kept:] = self.mass[source], 0
+
+    def write(self, blocks: Tensor, offsets: Tensor, positions: Tensor) -> None:
+        """New tokens [T]: all heads have them, and nobody has looked at them yet."""
+        self.positions[blocks, :, offsets] = positions.to(torch.int32).unsqueeze(1)
+        if self.mass is not None:
+            self.mass[blocks, :, offsets] = 0
+
+    def read(self, table: Table) -> Tensor:
+        """Positions [R, K, S] int64."""
+        return read(self.positions.unsqueeze(-1), table).squeeze(-1).long()
+
+    def add(self, table: Table, mass: Tensor) -> None:
+        """mass [R, K, S] on top of what there is."""
+        assert self.mass is not None
+        mass = mass.to(self.mass.dtype)
+        if table.per_row == 1:
+            self.mass[table.flat, :, table.start : table.start + table.slots] += mass
+            return
+        rows, heads, _ = mass.shape
+        blocks = mass.view(rows, heads, table.per_row, -1).transpose(1, 2).flatten(0, 1)
+        self.mass.index_put_((table.flat,), blocks, accumulate=True)
+
+
+def count_queries(policy: Scored, positions: Tensor) -> Tensor:
+    """positions [R, L] -> 1.0 where a query's attention counts: it is one of the last ``watch`` before a cut."""
+    if policy.watch == ALWAYS:
+        return torch.ones_like(positions, dtype=torch.float32)
+    cut = (positions.clamp(min=policy.budget) // policy.every + 1) * policy.every
+    return (cut - positions <= policy.watch).float()
+
+
+def order_of(policy: Scored, seen: Seen, kept: int, bits: int = 12) -> Tensor:
+    """[K, kept]: which of the held slots stay, in their order.
+
+    Ranks are compared by their first ``bits`` bits, and of equals the older stays: else the order in which a step adds up
+    its sums would choose between equal tokens, and with it the neighbours.
+    """
+    ranks = _rounded(policy.rank(seen).double(), bits)
+    always = (seen.positions >= seen.now - policy.recent) | (seen.positions < policy.sinks)
+    ranks = ranks.masked_fill(always, torch.inf)
+    return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :kept].sort(dim=-1).values
+
+
+def _rounded(x: Tensor, bits: int) -> Tensor:
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp((mantissa * 2.0**bits).round(), exponent - bits)
+
+
+def cut_layer(
+    group: Group, layer: int, keys: Store, values: Store, columns: HeadColumns, cuts: Sequence[Compact]
+) -> None:
+    """All cuts of one step in one layer: everything that stays is read before anything is written."""
+    policy, size = group.scored, group.block_size
+    assert policy is not None
+    device = columns.positions.device
+    arrays = (*keys.arrays, *values.arrays, *columns.arrays)
+    taken: list[list[Tensor]] = []
+    for cut in cuts:
+        table = Table(torch.tensor([cut.blocks], device=device), size, cut.held)
+        seen = Seen(
+            columns.read(table)[0, :, : cut.held],
+            None if columns.mass is None else read(columns.mass.unsqueeze(-1), table)[0, :, : cut.held, 0],
+            lambda table=table, cut=cut: keys.read(table, _wide(keys))[0, :, : cut.held],  # type: ignore[misc]
+            lambda table=table, cut=cut: values.read(table, _wide(values))[0, :, : cut.held],  # type: ignore[misc]
+            cut.length,
+            layer,
+        )
+        order = order_of(policy, seen, cut.kept, bits=30 if keys.format.name == "float64" else 12)
+        taken.append([_slots(array, table.flat, order) for array in arrays])
+        if columns.mass is not None and policy.watch != ALWAYS:
+            taken[-1][-1].zero_()  # the next queries that count begin anew
+    for cut, kept in zip(cuts, taken, strict=True):
+        targets = torch.tensor(cut.targets, device=device)
+        for array, slots in zip(arrays, kept, strict=True):
+            _fill(array, targets, slots, -1 if array is columns.positions else 0)
+
+
+def _wide(store: Store) -> torch.dtype:
+    return torch.float64 if store.format.name == "float64" else torch.float32
+
+
+def _slots(array: Tensor, blocks: Tensor, order: Tensor) -> Tensor:
+    """array [blocks, K, size(, width)] -> [K, kept(, width)], the slots in ``order`` [K, kept] of those blocks."""
+    held = array[blocks].transpose(0, 1).flatten(1, 2)  # [K, P * size(, width)]
+    if held.dim() == 2:
+        return held.gather(1, order)
+    return held.gather(1, order.unsqueeze(-1).expand(-1, -1, held.shape[-1]))
+
+
+def _fill(array: Tensor, blocks: Tensor, slots: Tensor, empty: int) -> None:
+    """The inverse: slots [K, kept(, width)] into the front of ``blocks``, ``empty`` behind them."""
+    heads, size = array.shape[1], array.shape[2]
+    whole = array.new_full((heads, len(blocks) * size, *array.shape[3:]), empty)
+    whole[:, : slots.shape[1]] = slots
+    array[blocks] = whole.view(heads, len(blocks), size, *array.shape[3:]).transpose(0, 1)
