@@ -37,6 +37,7 @@ __all__ = [
     "Bias",
     "Buckets",
     "Compact",
+    "Fold",
     "Lane",
     "Mark",
     "Memory",
@@ -288,6 +289,16 @@ class Compact(NamedTuple):
     targets: tuple[int, ...]
 
 
+class Fold(NamedTuple):
+    """The tokens of block ``source`` become few slots of block ``target``, from ``slot`` on.  Slots before it are those of
+    block ``base`` (the target itself, but for copy-on-write); those behind are empty."""
+
+    source: int
+    target: int
+    slot: int
+    base: int
+
+
 class Moves(NamedTuple):
     """Edits of bytes between two steps; plain integers from the ledger.  Applied in this order, which lets a block that
     one move has read be another's in the same step:
@@ -296,6 +307,8 @@ class Moves(NamedTuple):
     ``wake``: (key, per group as many blocks): what was parked comes back, whole.
     ``drop``: keys of parked rows that will not come back.
     ``compact``: per group, :class:`Compact`: a policy's cut of one row.
+    ``pack``: per group, (source block, target block): whole blocks of the group that its level lies below, in its own formats.
+    ``fold``: per group, :class:`Fold`: blocks of the group above, summarised.
     ``clear``: per group, blocks that change hands: their positions become -1 and their contents zero.
     ``copy``: per group, (source block, target block, slots kept): copy-on-write; the target's other slots are empty.
     """
@@ -306,6 +319,8 @@ class Moves(NamedTuple):
     park: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
     wake: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
     drop: tuple[int, ...] = ()
+    pack: tuple[tuple[tuple[int, int], ...], ...] = ()
+    fold: tuple[tuple[Fold, ...], ...] = ()
 
 
 class Memory(Protocol):

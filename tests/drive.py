@@ -114,11 +114,12 @@ def _rows(lanes: Sequence[Lane]) -> int:
 
 def fill_unowned(engine: Engine, value: float) -> None:
     """Every block that no row and no published prefix owns, the reserved ones apart, gets ``value``."""
-    for group, pool in zip(engine.memory.groups, engine.ledger.pools, strict=True):
+    memory = engine.memory
+    for group, stores, pool in zip(memory.groups, memory.stores, engine.ledger.pools, strict=True):
         every = range(RESERVED_BLOCKS, group.blocks)
         blocks = [block for block in every if pool.refs[block] == 0 and pool.prefixes[block] is None]
-        for layer in group.layers:
-            for array in (*engine.memory.keys[layer].arrays, *engine.memory.values[layer].arrays):
+        for keys, values in stores.values():
+            for array in (*keys.arrays, *values.arrays):
                 array[blocks] = value if array.is_floating_point() or math.isfinite(value) else 127  # 127 as fp8: NaN
 
 

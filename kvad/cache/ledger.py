@@ -8,6 +8,9 @@ Where a policy ranks (``policy.Scored``), a row is *cut* when it has reached a l
 number, filled up from the front, so that position p lies where ``p - dropped`` would.  Which tokens they are is the
 device's to know.
 
+Where it keeps *levels* (``policy.Hierarchy``), whole blocks descend when a row has reached a length: from the group that
+takes new tokens to one that keeps them packed, from there to one of summaries, of which ``ratio`` tokens fill a slot.
+
     bs = 4, no sinks,  gap = 2, blocks = [7, 3]:     positions 8..11 in block 7, 12..15 in block 3;  13 = slot 3*4 + 1
     bs = 4, 3 sinks,   gap = 2, blocks = [5, 7, 3]:  positions 0..3 in block 5, 12..15 in block 7, 16..19 in block 3
 
@@ -30,12 +33,12 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvad.cache.blocks import BlockPool, Hash, Prefix, Prefixes, digest
 from kvad.cache.sizing import Group
 from kvad.cache.sources import PlacedSources, Source, Sources
-from kvad.step import Compact, Moves, Reach
+from kvad.step import Compact, Fold, Moves, Reach
 
 __all__ = ["Ledger", "LedgerStats", "Parked", "Placed", "Span"]
 
@@ -53,14 +56,15 @@ class Span(NamedTuple):
 class Placed(NamedTuple):
     """Where a step's tokens go.
 
-    ``slots``: per group of self-attention, one slot per token, in span order.  ``tables``: per group, those of
-    cross-attention behind the others, per span, the blocks that the row may read after this write; the ledger's own
-    lists, valid until its next call: read, do not keep or change.
+    ``slots``: per group that takes tokens, one slot per token, in span order.  ``tables``: per group (``below`` levels
+    behind those that take tokens, then those of cross-attention), per span, the blocks that the row may read after this
+    write; the ledger's own lists, valid until its next call: read, do not keep or change.
     """
 
     moves: Moves
     slots: tuple[list[int], ...]
     tables: tuple[list[list[int]], ...]
+    below: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,13 +99,24 @@ class _Hold:
         self.base = 0  # position + base = slot, within the block that is being written
 
 
+class _Below:
+    """One row's blocks in a group that its tokens descend to; ``used``: slots that are filled, of the blocks held."""
+
+    __slots__ = ("blocks", "used")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.used = 0
+
+
 class Parked(NamedTuple):
-    """A row that gave its blocks back and will have them again: ``key`` names what the device copied out.  Per group:
-    (blocks, gap, dropped, cut)."""
+    """A row that gave its blocks back and will have them again: ``key`` names what the device copied out.  Per group
+    that takes tokens: (blocks, gap, dropped, cut); per level below: (blocks, used)."""
 
     key: int
     length: int
     holds: tuple[tuple[int, int, int, int], ...]
+    below: tuple[tuple[int, int], ...]
 
 
 class _Seat:
@@ -109,11 +124,12 @@ class _Seat:
     it (tip None: this row publishes nothing).  ``reach``: the end of the furthest write, committed or not.  One token
     at a position in ``since .. fast - 1`` is written at ``position + base`` in every group, with nothing else to do."""
 
-    __slots__ = ("fast", "holds", "length", "reach", "root", "since", "source", "tail", "tip")
+    __slots__ = ("below", "fast", "holds", "length", "reach", "root", "since", "source", "tail", "tip")
 
-    def __init__(self, num_groups: int, root: Prefix | None) -> None:
+    def __init__(self, num_groups: int, num_levels: int, root: Prefix | None) -> None:
         self.source: Source | None = None
         self.holds = tuple(_Hold() for _ in range(num_groups))
+        self.below = tuple(_Below() for _ in range(num_levels))
         self.root = root
         self.restart()
 
@@ -124,16 +140,21 @@ class _Seat:
         self.tail: list[int] = []
         for hold in self.holds:
             hold.clear()
+        for below in self.below:
+            below.blocks, below.used = [], 0
 
 
 class Ledger:
     """Owns one :class:`BlockPool` per group and the rows in ``seats`` seats."""
 
     def __init__(self, groups: Sequence[Group], *, prefix: bool, seats: int, hasher: Hash = digest) -> None:
-        self.groups = tuple(groups)  # those of self-attention first
-        own = [group for group in self.groups if not group.mixer.cross]
-        assert self.groups[: len(own)] == tuple(own), "cross-attention's groups stand behind the others"
-        self.own = tuple(own)
+        self.groups = tuple(groups)  # those that take tokens first, then their levels, then those of sources
+        own = [group for group in self.groups if not group.mixer.cross and group.level is None]
+        below = [group for group in self.groups if group.level is not None]
+        assert self.groups[: len(own)] == tuple(own), "what takes tokens stands before all others"
+        assert self.groups[len(own) : len(own) + len(below)] == tuple(below), "levels stand before cross-attention"
+        self.own, self.below = tuple(own), tuple(below)
+        self._kept = len(own) + len(below)
         self.pools = tuple(BlockPool(group.blocks) for group in self.groups)
         self._pools = self.pools[: len(own)]
         self.releases = 0  # grows when a row gives its blocks back: a reason to try an admission again
@@ -143,9 +164,16 @@ class Ledger:
         self._sizes = tuple(group.block_size for group in self.own)
         self._reaches = tuple(Reach.of(group.mixer) for group in self.own)
         self._windows = tuple(NEVER if reach.window is None else reach.window for reach in self._reaches)
-        self._sinks = tuple(-(-reach.sinks // group.block_size) for reach, group in zip(self._reaches, self.own, strict=True))
+        self._levels = tuple(group.levels for group in self.own)
+        sinks = [
+            reach.sinks if levels is None else levels.sinks
+            for reach, levels in zip(self._reaches, self._levels, strict=True)
+        ]
+        self._sinks = tuple(-(-count // size) for count, size in zip(sinks, self._sizes, strict=True))
+        self._descents = tuple(tuple(self._descent(index)) for index in range(len(own)))
         self._scored = tuple(group.scored for group in self.own)
-        self.lossy = any(scored is not None for scored in self._scored)  # a preempted row is parked, not computed again
+        # A preempted row is parked, not computed again.
+        self.lossy = any(group.scored is not None or group.levels is not None for group in self.own)
         self._watched = any(scored is not None and scored.watch for scored in self._scored)
         self._parked = 0  # keys so far
         self._park: list[tuple[int, tuple[tuple[int, ...], ...]]] = []  # told with the next moves
@@ -156,7 +184,8 @@ class Ledger:
         assert not self.prefix or len(set(self._sizes)) == 1, "prefix reuse needs one block size"
         self._hits = self._misses = self._hit_tokens = 0
         self.capacity = min((self._longest(index) for index in range(len(self.own))), default=sys.maxsize)
-        self._sources = Sources(self.groups[len(own) :], self.pools[len(own) :], self._prefixes, share=self.prefix)
+        kept = self._kept
+        self._sources = Sources(self.groups[kept:], self.pools[kept:], self._prefixes, share=self.prefix)
 
     def _longest(self, index: int) -> int:
         """Tokens of the longest row that group ``index`` holds when it is alone."""
@@ -164,6 +193,11 @@ class Ledger:
         bounded = group.mixer.window is not None or group.scored is not None
         if bounded and group.usable >= group.blocks_per_row:
             return sys.maxsize
+        if group.levels is not None:
+            first = self._descents[index][0] if self._descents[index] else None
+            if first is None or group.levels.packed != -1:
+                return sys.maxsize
+            return min(self.groups[first].usable, self.groups[first].blocks_per_row) * group.block_size
         return min(group.usable, group.blocks_per_row) * group.block_size
 
     # ------------------------------------------------------------ rows come and go
@@ -176,7 +210,7 @@ class Ledger:
         """
         if self._seats[row] is not None:
             return None
-        seat = _Seat(len(self.own), self._prefixes.root(root) if self.prefix else None)
+        seat = _Seat(len(self.own), len(self.below), self._prefixes.root(root) if self.prefix else None)
         self._seats[row] = seat
         if seat.root is None:
             return 0
@@ -214,7 +248,11 @@ class Ledger:
         assert self._seats[child] is None and 0 <= length <= seat.length, (row, child, length, seat.length)
         if not self._window_held(seat, length):
             return False
-        twin = _Seat(len(self.own), seat.root)
+        twin = _Seat(len(self.own), len(self.below), seat.root)
+        for pool, old_below, new_below in zip(self.pools[len(self.own) :], seat.below, twin.below, strict=False):
+            new_below.blocks, new_below.used = list(old_below.blocks), old_below.used
+            for block in new_below.blocks:
+                pool.acquire(block)
         twin.source = None if seat.source is None else self._sources.share(seat.source)
         for index, (old, new) in enumerate(zip(seat.holds, twin.holds, strict=True)):
             new.dropped, new.cut = old.dropped, old.cut
@@ -247,8 +285,7 @@ class Ledger:
         if length >= seat.length:
             return seat.length
         if length == 0 or not self._window_held(seat, length) or any(hold.cut > length for hold in seat.holds):
-            for hold, pool in zip(seat.holds, self._pools, strict=True):
-                _release(pool, hold.blocks)
+            self._release_all(seat)
             seat.restart()
             self.releases += 1
             return 0
@@ -280,8 +317,7 @@ class Ledger:
         seat = self._seat(row)
         if not publish:
             self._withdraw(seat.tip)
-        for hold, pool in zip(seat.holds, self._pools, strict=True):
-            _release(pool, hold.blocks)
+        self._release_all(seat)
         if seat.source is not None:
             self._sources.release(seat.source, publish=publish)
         self._seats[row] = None
@@ -294,26 +330,30 @@ class Ledger:
         if row in self._wake:  # it has not moved since it was to wake
             key, blocks = self._wake[row]
         else:
-            key, blocks = self._parked, tuple(tuple(hold.blocks) for hold in seat.holds)
+            key, blocks = self._parked, tuple(tuple(hold.blocks) for hold in (*seat.holds, *seat.below))
             self._parked += 1
             self._park.append((key, blocks))
         holds = tuple((len(hold.blocks), hold.gap, hold.dropped, hold.cut) for hold in seat.holds)
+        below = tuple((len(each.blocks), each.used) for each in seat.below)
         self.release(row)
-        return Parked(key, seat.length, holds)
+        return Parked(key, seat.length, holds, below)
 
     def wake(self, row: int, parked: Parked) -> bool:
         """Seat a parked row where it stood; False, and no change: there is no room now."""
         assert self._seats[row] is None, f"seat {row} is taken"
-        if any(count > pool.available for (count, *_), pool in zip(parked.holds, self._pools, strict=True)):
+        counts = [count for count, *_ in (*parked.holds, *parked.below)]
+        if any(count > pool.available for count, pool in zip(counts, self.pools, strict=False)):
             return False
-        seat = _Seat(len(self.own), None)
+        seat = _Seat(len(self.own), len(self.below), None)
         seat.length = seat.reach = parked.length
         for hold, pool, (count, hold.gap, hold.dropped, hold.cut) in zip(
             seat.holds, self._pools, parked.holds, strict=True
         ):
             hold.blocks = [pool.take()[0] for _ in range(count)]
+        for each, pool, (count, each.used) in zip(seat.below, self._below_pools, parked.below, strict=True):
+            each.blocks = [pool.take()[0] for _ in range(count)]
         self._seats[row] = seat
-        self._wake[row] = parked.key, tuple(tuple(hold.blocks) for hold in seat.holds)
+        self._wake[row] = parked.key, tuple(tuple(hold.blocks) for hold in (*seat.holds, *seat.below))
         return True
 
     def forget(self, parked: Parked) -> None:
@@ -323,7 +363,8 @@ class Ledger:
     def room(self, row: int) -> int:
         """Tokens until the row is cut next: no span goes further."""
         length = self._seat(row).length
-        return min((scored.cut_after(length) for scored in self._scored if scored is not None), default=NEVER) - length
+        policies = (*self._scored, *self._levels)
+        return min((policy.cut_after(length) for policy in policies if policy is not None), default=NEVER) - length
 
     def drop_prefixes(self) -> None:
         """Forget every published block (the weights changed); rows that are seated now publish no more."""
@@ -358,7 +399,7 @@ class Ledger:
 
     def place_sources(self, rows: Sequence[int]) -> PlacedSources:
         """Where the encoder writes the sources of these rows, in their order."""
-        return self._sources.place([self._source(row) for row in rows], len(self.own))
+        return self._sources.place([self._source(row) for row in rows], self._kept)
 
     def commit_source(self, row: int) -> None:
         """The row's source is written, and what came out was finite."""
@@ -389,7 +430,7 @@ class Ledger:
         slots: tuple[list[int], ...] = tuple([] for _ in self.own)
         tables: tuple[list[list[int]], ...] = tuple([] for _ in self.groups)
         pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=False)]
-        crossed = tables[len(self.own) :]
+        lower, crossed = tables[len(self.own) : self._kept], tables[self._kept :]
         for row, start, count in spans:
             seat = seats[row]
             assert seat is not None
@@ -399,12 +440,15 @@ class Ledger:
                     show(hold.blocks)
             else:
                 self._place(seat, start, start + count, slots, tables)
+            if lower:
+                for table, below in zip(lower, seat.below, strict=True):
+                    table.append(below.blocks)
             if crossed:
                 for table, blocks in zip(crossed, self._source(row).blocks, strict=True):
                     table.append(blocks)
             if start + count > seat.reach:
                 seat.reach = start + count
-        return Placed(moves, slots, tables)
+        return Placed(moves, slots, tables, len(self.below))
 
     def commit(self, row: int, tokens: Sequence[int], sure: int | None = None) -> None:
         """The row's next ``tokens`` are computed: prompt and generated ones alike.
@@ -427,16 +471,14 @@ class Ledger:
 
     def holds(self, rows: int, length: int) -> bool:
         """Do ``rows`` rows of ``length`` tokens have room, if nothing else is there and they share nothing?"""
-        return all(
-            rows * min(-(-length // group.block_size), group.blocks_per_row) <= group.usable for group in self.own
-        )
+        return all(rows * _blocks_of(group, self.own, length) <= group.usable for group in self.groups[: self._kept])
 
     def fits(self, row: int, length: int) -> bool:
         """Could this row grow to ``length`` tokens with what is free or evictable now?"""
-        holds = self._seat(row).holds
+        seat = self._seat(row)
         return all(
-            min(-(-length // group.block_size), group.blocks_per_row) - len(hold.blocks) <= pool.available
-            for group, hold, pool in zip(self.own, holds, self._pools, strict=True)
+            _blocks_of(group, self.own, length) - len(hold.blocks) <= pool.available
+            for group, hold, pool in zip(self.groups, (*seat.holds, *seat.below), self.pools, strict=False)
         )
 
     def stats(self) -> LedgerStats:
@@ -463,8 +505,11 @@ class Ledger:
                 if index < len(self.own):
                     self._check_hold(index, number, seat)
                     blocks = seat.holds[index].blocks
+                elif index < self._kept:
+                    blocks = seat.below[index - len(self.own)].blocks
+                    assert len(blocks) <= self.groups[index].blocks_per_row, f"group {index}, row {number}: too many blocks"
                 else:
-                    blocks = [] if seat.source is None else seat.source.blocks[index - len(self.own)]
+                    blocks = [] if seat.source is None else seat.source.blocks[index - self._kept]
                 for block in blocks:
                     refs[block] += 1
             assert refs == pool.refs, f"group {index}: rows count on other blocks than the pool says"
@@ -483,7 +528,8 @@ class Ledger:
             return
         sinks = self._sinks[index]
         end = (hold.gap + len(hold.blocks)) * group.block_size
-        needed = self._reaches[index].oldest(seat.length)
+        policy = self._levels[index]
+        needed = self._reaches[index].oldest(seat.length) if policy is None else max(0, hold.cut - policy.recent)
         if needed < seat.length:  # else its next query sees nothing but itself, and sinks
             assert not hold.gap or (hold.gap + sinks) * group.block_size <= needed, f"{where}: its window is not held"
             assert end >= seat.length, f"{where}: {seat.length} tokens, blocks up to {end}"
@@ -500,9 +546,23 @@ class Ledger:
         assert seat is not None, f"seat {row} is empty"
         return seat
 
+    @property
+    def _below_pools(self) -> tuple[BlockPool, ...]:
+        return self.pools[len(self.own) : self._kept]
+
+    def _release_all(self, seat: _Seat) -> None:
+        for hold, pool in zip((*seat.holds, *seat.below), self.pools, strict=False):
+            _release(pool, hold.blocks)
+
+    def _descent(self, index: int) -> list[int]:
+        """The groups that tokens of group ``index`` descend to, in order."""
+        every = [group.level for group in self.groups]
+        return [number for number, level in enumerate(every) if level is not None and level.of == index]
+
     def _no_moves(self) -> Moves:
         nothing: tuple[()] = ()
-        return Moves(*((nothing,) * len(self.groups) for _ in range(3)))
+        empty = (nothing,) * len(self.groups)
+        return Moves(empty, empty)
 
     def _first_needed(self, index: int, start: int) -> int:
         """The first logical block, behind those of sinks, that a query at position ``start`` may see."""
@@ -601,7 +661,7 @@ class Ledger:
         gap = hold.gap if start // size >= self._sinks[index] else 0
         return (start - hold.dropped) // size - gap, (end - hold.dropped - 1) // size + 1 - gap
 
-    def _kept(self, index: int, hold: _Hold, start: int) -> int | None:
+    def _stays(self, index: int, hold: _Hold, start: int) -> int | None:
         """How many slots stay, where a row of length ``start`` is to be cut now."""
         scored = self._scored[index]
         if scored is None or hold.cut == start or not scored.cuts(start):
@@ -614,16 +674,24 @@ class Ledger:
 
     def _grow(self, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> Moves | None:
         """Drop what windows have passed, then give every span the blocks that it writes; None: a pool is too full."""
-        if not all(self._enough(index, spans) for index in range(len(self.own))):
+        if not all(self._enough(index, spans) for index in range(len(self.own))) or not self._enough_below(spans):
             return None
         clears: list[tuple[int, ...]] = [()] * len(self.groups)
         copies: list[tuple[tuple[int, int, int], ...]] = [()] * len(self.groups)
         compacts: list[tuple[Compact, ...]] = [()] * len(self.groups)
+        descended = _Descended(len(self.groups))
         for index in range(len(self.own)):
             cuts = self._cut_group(index, spans) if self._scored[index] is not None else ()
+            if self._levels[index] is not None:
+                self._descend(index, spans, descended)
             clear, copy = self._grow_group(index, spans)
             clears[index], copies[index], compacts[index] = tuple(clear), tuple(copy), tuple(cuts)
-        return Moves(tuple(clears), tuple(copies), tuple(compacts))
+        moves = Moves(tuple(clears), tuple(copies))
+        if self.lossy:
+            moves = moves._replace(compact=tuple(compacts), **descended.moves())
+        for pool, block in descended.passed:
+            pool.release(block)
+        return moves
 
     def _passed(self, index: int, hold: _Hold, start: int) -> int:
         """How many of the row's first blocks, behind those of sinks, no query from ``start`` on can see."""
@@ -639,13 +707,14 @@ class Ledger:
         for row, start, _ in spans:
             hold = self._seat(row).holds[index]
             sinks = self._sinks[index]
-            for block in hold.blocks[sinks : sinks + self._passed(index, hold, start)]:
+            passed = self._passed(index, hold, start) or self._leaving(index, hold, start)
+            for block in hold.blocks[sinks : sinks + passed]:
                 left[block] = left.get(block, pool.refs[block]) - 1
                 gain += left[block] == 0
         for row, start, count in spans:
             hold = self._seat(row).holds[index]
             low, high = self._touched(index, hold, start, start + count)
-            kept = self._kept(index, hold, start)
+            kept = self._stays(index, hold, start)
             if kept is not None:
                 stay = self._stay(index, kept)
                 for place, block in enumerate(hold.blocks):
@@ -719,7 +788,7 @@ class Ledger:
         pool, made = self.pools[index], []
         for row, start, _ in spans:
             hold = self._seat(row).holds[index]
-            kept = self._kept(index, hold, start)
+            kept = self._stays(index, hold, start)
             if kept is None:
                 continue
             held, blocks, stay = start - hold.dropped, tuple(hold.blocks), self._stay(index, kept)
@@ -731,6 +800,89 @@ class Ledger:
             hold.dropped, hold.cut = start - kept, start
             made.append(Compact(row, start, blocks, held, kept, tuple(hold.blocks)))
         return made
+
+    def _leaving(self, index: int, hold: _Hold, start: int) -> int:
+        """Blocks behind the sinks that descend, of a row of length ``start``."""
+        policy, size = self._levels[index], self._sizes[index]
+        if policy is None or hold.cut == start or start % policy.every:
+            return 0
+        return max(0, (start - policy.recent) // size - self._sinks[index] - hold.gap)
+
+    def _enough_below(self, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> bool:
+        """Would :meth:`_descend` find enough blocks?  What it gives back is not counted on."""
+        need = dict.fromkeys(range(len(self.own), self._kept), 0)
+        for index, numbers in enumerate(self._descents):
+            for row, start, _ in spans if numbers else ():
+                seat = self._seat(row)
+                moving = self._leaving(index, seat.holds[index], start)
+                for number in numbers:
+                    level, below = self.groups[number].level, seat.below[number - len(self.own)]
+                    assert level is not None
+                    if level.ratio > 1:
+                        size = self.groups[number].block_size
+                        shared = bool(moving and below.used % size and self.pools[number].refs[below.blocks[-1]] > 1)
+                        filled = below.used + moving * size // level.ratio
+                        need[number] += -(-filled // size) - len(below.blocks) + shared
+                    else:
+                        need[number] += moving
+                        moving = max(0, len(below.blocks) + moving - level.most)
+        return all(need[number] <= self.pools[number].available for number in need)
+
+    def _descend(
+        self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]], descended: _Descended
+    ) -> None:
+        """Move the rows that have reached a length: blocks are packed, those packed longest are folded or dropped.
+
+        What a hot row leaves is free at once (``Moves.pack`` reads it before it is cleared); what is folded in this step
+        goes back when all rows have moved, for another row's pack would overwrite it.
+        """
+        for row, start, _ in spans:
+            seat = self._seat(row)
+            hold = seat.holds[index]
+            moving = self._leaving(index, hold, start)
+            if not moving:
+                continue
+            sinks, hold.cut = self._sinks[index], start
+            leaving = hold.blocks[sinks : sinks + moving]
+            del hold.blocks[sinks : sinks + moving]
+            hold.gap += moving
+            for block in leaving:
+                self.pools[index].release(block)
+            for number in self._descents[index]:
+                group, below, pool = self.groups[number], seat.below[number - len(self.own)], self.pools[number]
+                assert group.level is not None
+                if group.level.ratio > 1:
+                    self._fold(number, below, leaving, descended)
+                    leaving = []
+                else:
+                    taken = [pool.take()[0] for _ in leaving]
+                    descended.pack[number].extend(zip(leaving, taken, strict=True))
+                    below.blocks.extend(taken)
+                    below.used = len(below.blocks) * group.block_size
+                    leaving = below.blocks[: max(0, len(below.blocks) - group.level.most)]
+                    del below.blocks[: len(leaving)]
+                    below.used -= len(leaving) * group.block_size
+                    descended.passed.extend((pool, block) for block in leaving)
+
+    def _fold(self, number: int, below: _Below, blocks: Sequence[int], descended: _Descended) -> None:
+        group, pool = self.groups[number], self.pools[number]
+        assert group.level is not None
+        slots = group.block_size // group.level.ratio
+        for block in blocks:
+            at = below.used % group.block_size
+            if at == 0:
+                below.blocks.append(pool.take()[0])
+            base = below.blocks[-1]
+            if pool.refs[base] > 1:
+                below.blocks[-1] = pool.take()[0]
+                descended.passed.append((pool, base))
+            descended.fold[number].append(Fold(block, below.blocks[-1], at, base))
+            below.used += slots
+        extra = len(below.blocks) - group.level.most
+        if extra > 0:
+            descended.passed.extend((pool, block) for block in below.blocks[:extra])
+            del below.blocks[:extra]
+            below.used -= extra * group.block_size
 
     def _place(
         self, seat: _Seat, start: int, end: int, slots: tuple[list[int], ...], tables: tuple[list[list[int]], ...]
@@ -764,10 +916,31 @@ class Ledger:
             fast = min(fast, stop)  # the end of the block that is being written
             if not ring and window != NEVER:  # and before its first block leaves the window
                 fast = min(fast, (hold.gap + sinks + 1) * size + window - self._reaches[index].grain)
-            scored = self._scored[index]
-            if scored is not None:  # and before the row is cut
-                fast = min(fast, scored.cut_after(start))
+            ranked = self._scored[index] or self._levels[index]
+            if ranked is not None:  # and before the row is cut
+                fast = min(fast, ranked.cut_after(start))
         seat.since, seat.fast = end, fast
+
+
+class _Descended:
+    """The moves of one step's descents, per group, and what is to be released behind them."""
+
+    def __init__(self, groups: int) -> None:
+        self.pack: list[list[tuple[int, int]]] = [[] for _ in range(groups)]
+        self.fold: list[list[Fold]] = [[] for _ in range(groups)]
+        self.passed: list[tuple[BlockPool, int]] = []
+
+    def moves(self) -> dict[str, Any]:
+        return {"pack": tuple(map(tuple, self.pack)), "fold": tuple(map(tuple, self.fold))}
+
+
+def _blocks_of(group: Group, own: Sequence[Group], length: int) -> int:
+    """Blocks that a row of ``length`` tokens holds at most."""
+    if group.level is not None:
+        policy = own[group.level.of].levels
+        assert policy is not None
+        length = max(0, length - policy.recent - policy.sinks)
+    return min(-(-length // group.block_size), group.blocks_per_row)
 
 
 def _place(logical: int, sinks: int, gap: int) -> int | None:

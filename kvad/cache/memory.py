@@ -14,6 +14,7 @@ Memory must never choose: which block, which row, what to drop are the ledger's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -22,13 +23,15 @@ from torch import Tensor
 
 from kvad.cache.cuts import HeadColumns, count_queries, cut_layer
 from kvad.cache.layout import Table, read_column, split
+from kvad.cache.levels import Compressor, fold_layer, fold_positions, means, pack_layer
 from kvad.cache.sizing import Group
 from kvad.cache.store import Store
 from kvad.errors import CacheError
 from kvad.ops.attend import Kernel, Reading
 from kvad.ops.lanes import Probe, lane_spans, observe
+from kvad.ops.merge import Part
 from kvad.ops.rotary import Angles, rotate_rows
-from kvad.step import Compact, Lane, Mark, Moves, Place, Reach, Score, Step, View
+from kvad.step import Compact, Fold, Lane, Mark, Moves, Place, Reach, Rotary, Score, Step, View
 
 __all__ = ["Memory"]
 
@@ -55,39 +58,52 @@ class Memory:
         self.groups = tuple(groups)
         self.kernel, self.probe = kernel, probe
         self.rotates_on_read, self.exact = rotate == "read", exact
-        keys: dict[int, Store] = {}
-        values: dict[int, Store] = {}
+        self.stores: list[dict[int, tuple[Store, Store]]] = []  # per group, by layer: keys and values
         self.positions: list[Tensor] = []
         for group in self.groups:
             spec, size = group.mixer, group.block_size
+            held = {}
             for layer in group.layers:
-                keys[layer] = Store(group.keys, group.blocks, spec.kv_heads, size, spec.head_dim, device)
-                values[layer] = Store(group.values, group.blocks, spec.kv_heads, size, spec.value_dim, device)
+                keys = Store(group.keys, group.blocks, spec.kv_heads, size, spec.head_dim, device)
+                held[layer] = keys, Store(group.values, group.blocks, spec.kv_heads, size, spec.value_dim, device)
+            self.stores.append(held)
             self.positions.append(torch.full((group.blocks, size), -1, dtype=torch.int64, device=device))
-        self.keys = [keys[layer] for layer in sorted(keys)]
-        self.values = [values[layer] for layer in sorted(values)]
+        written = {  # those that take tokens, or a source's
+            layer: pair
+            for group, held in zip(self.groups, self.stores, strict=True)
+            for layer, pair in held.items()
+            if group.level is None
+        }
+        self.keys = [written[layer][0] for layer in sorted(written)]
+        self.values = [written[layer][1] for layer in sorted(written)]
+        self.rotaries: dict[int, Rotary] = {}  # by layer, as it was last written with
+        self.compressors: dict[int, Compressor] = {}  # by layer; summaries are means where there is none
         ranked = [(layer, group) for group in self.groups if group.scored is not None for layer in group.layers]
         self.columns = {layer: HeadColumns(group, device) for layer, group in ranked}
         self.parked: dict[int, list[Tensor]] = {}  # on the host, by key
 
     def leaves(self) -> list[Tensor]:
         """Every tensor of the cache, flat: keys and values by layer, what heads keep by layer, positions by group."""
-        stores = (*self.keys, *self.values, *self.columns.values())
+        stores = (*self._stores(), *self.columns.values())
         return [*(array for store in stores for array in store.arrays), *self.positions]
 
     def payload_bytes(self) -> int:
-        return sum(store.data.nbytes for store in (*self.keys, *self.values))
+        return sum(store.data.nbytes for store in self._stores())
 
     def scale_bytes(self) -> int:
-        return sum(store.nbytes for store in (*self.keys, *self.values)) - self.payload_bytes()
+        return sum(store.nbytes for store in self._stores()) - self.payload_bytes()
 
     def column_bytes(self) -> int:
         return sum(each.nbytes for each in (*self.positions, *self.columns.values()))
 
+    def _stores(self) -> Iterator[Store]:
+        for side in (0, 1):
+            yield from (pair[side] for held in self.stores for pair in held.values())
+
     def release(self) -> None:
         """Give every store back.  The memory cannot be opened afterwards."""
         self.keys, self.values, self.positions, self.groups = [], [], [], ()
-        self.columns, self.parked = {}, {}
+        self.columns, self.parked, self.stores = {}, {}, []
 
     def apply(self, moves: Moves) -> None:
         """Edits between two steps, in the order that :class:`Moves` names."""
@@ -101,6 +117,12 @@ class Memory:
         for group, positions, cuts in zip(self.groups, self.positions, moves.compact, strict=False):
             if cuts:
                 self._compact(group, positions, cuts)
+        for number, pairs in enumerate(moves.pack):
+            if pairs:
+                self._pack(number, pairs)
+        for number, folds in enumerate(moves.fold):
+            if folds:
+                self._fold(number, folds)
         for group, positions, clear, copy in zip(self.groups, self.positions, moves.clear, moves.copy, strict=True):
             if clear:
                 self._clear(group, positions, torch.tensor(clear, device=positions.device))
@@ -109,15 +131,34 @@ class Memory:
 
     def _of(self, blocks: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Every raw array of a row's groups, and the row's blocks in it."""
-        for group, positions, held in zip(self.groups, self.positions, blocks, strict=False):
+        for group, positions, stores, held in zip(self.groups, self.positions, self.stores, blocks, strict=False):
             ids = torch.tensor(held, dtype=torch.int64, device=positions.device)
             yield positions, ids
-            for layer in group.layers:
-                stores = (self.keys[layer], self.values[layer], *self._columns(layer))
-                yield from ((array, ids) for store in stores for array in store.arrays)
+            for layer, pair in stores.items():
+                every = (*pair, *(self._columns(layer) if group.level is None else ()))
+                yield from ((array, ids) for store in every for array in store.arrays)
 
     def _columns(self, layer: int) -> tuple[HeadColumns, ...]:
         return (self.columns[layer],) if layer in self.columns else ()
+
+    def _pack(self, number: int, pairs: Sequence[tuple[int, int]]) -> None:
+        level, positions = self.groups[number].level, self.positions[number]
+        assert level is not None
+        sources, targets = torch.tensor(pairs, device=positions.device).unbind(1)
+        for layer, below in self.stores[number].items():
+            pack_layer(self.stores[level.above][layer], below, sources, targets)
+        positions[targets] = self.positions[level.above][sources]
+
+    def _fold(self, number: int, folds: Sequence[Fold]) -> None:
+        level, column = self.groups[number].level, self.positions[number]
+        assert level is not None
+        positions = self.positions[level.above][torch.tensor([fold.source for fold in folds], device=column.device)]
+        for layer, below in self.stores[number].items():
+            rotary = None if self.rotates_on_read else self.rotaries.get(layer)
+            compress = self.compressors.get(layer, means)
+            above = self.stores[level.above][layer]
+            fold_layer(above, below, folds, positions, level.ratio, rotary, compress)
+        fold_positions(column, folds, positions, level.ratio)
 
     def _compact(self, group: Group, positions: Tensor, cuts: Sequence[Compact]) -> None:
         for layer in group.layers:
@@ -156,6 +197,8 @@ class Memory:
                 for layer in group.layers:
                     views[layer] = _CrossView(written, read, layer, self.keys[layer], self.values[layer])
                 continue
+            if group.level is not None:
+                continue
             shared = _Shared(self, number, step, place, angles)
             for layer in group.layers:
                 for columns in self._columns(layer):
@@ -186,6 +229,7 @@ class _Reads:
         self.tables, self.readings = [], []
         self.columns, policy = memory.columns, group.scored
         self.counts: list[Tensor | None] = []
+        self.lower = [_Lower(memory, other, step) for other in _levels_below(memory.groups, number)]
         for lane, (low, high), blocks in zip(self.lanes, self.spans, place.tables, strict=True):
             table = Table(blocks, group.block_size, lane.read)
             queries = Mark(step.positions[low:high].view(lane.rows, lane.new))
@@ -208,7 +252,9 @@ class _Reads:
             if turning:
                 assert score.rotary is not None
                 k = rotate_rows(k, reading.keys.position, score.rotary, at, exact=self.exact)
-            seen = observe(layer, number, queries, k, v, reading, score, self.kernel, self.probe, at, count)
+            first = Part(queries, k, v, reading)
+            others = [part for lower in self.lower for part in lower.parts(layer, number, queries, score, self, at)]
+            seen = observe(layer, number, (*others, first), score, self.kernel, self.probe, at, count)
             if columns is not None and count is not None:
                 assert seen.mass is not None
                 columns.add(table, seen.mass[0])
@@ -216,11 +262,47 @@ class _Reads:
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
 
 
+class _Lower:
+    """What the lanes of a group read of a level that its tokens have descended to."""
+
+    def __init__(self, memory: Memory, number: int, step: Step) -> None:
+        group = memory.groups[number]
+        assert group.level is not None
+        self.stores, self.ratio = memory.stores[number], group.level.ratio
+        reach, place = Reach.of(group.mixer), step.places[number]
+        self.tables, self.readings = [], []
+        for lane, (low, high), blocks in zip(step.lanes, lane_spans(step.lanes), place.tables, strict=True):
+            table = Table(blocks, group.block_size, blocks.shape[1] * group.block_size)
+            queries, keys = Mark(step.positions[low:high].view(lane.rows, lane.new)), memory.positions[number]
+            positions = read_column(keys, table)
+            weight = None if self.ratio == 1 else torch.full_like(positions, math.log(self.ratio), dtype=torch.float64)
+            self.tables.append(table)
+            self.readings.append(Reading(queries, Mark(positions), reach, weight))
+
+    def parts(
+        self, layer: int, lane: int, q: Tensor, score: Score, reads: _Reads, at: slice
+    ) -> Iterator[Part]:
+        """The part of a lane; none where no row of it has anything here."""
+        table, reading = self.tables[lane], self.readings[lane]
+        if table.per_row == 0:
+            return
+        keys, values = self.stores[layer]
+        k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
+        if reads.turning and score.rotary is not None:
+            k = rotate_rows(k, reading.keys.position, score.rotary, at, exact=reads.exact)
+        yield Part(q, k, v, reading)
+
+
+def _levels_below(groups: Sequence[Group], number: int) -> list[int]:
+    """Oldest tokens first."""
+    return [i for i, group in reversed(list(enumerate(groups))) if group.level is not None and group.level.of == number]
+
+
 class _Shared:
     """What the layers of one group share in one step."""
 
     def __init__(self, memory: Memory, number: int, step: Step, place: Place, angles: Angles) -> None:
-        self.angles = angles
+        self.angles, self.rotaries = angles, memory.rotaries
         self.written = _Written(memory, number, step, place)
         self.read = _Reads(memory, number, step, place)
 
@@ -234,6 +316,7 @@ class _MemoryView:
         shared, written = self._shared, self._shared.written
         _refuse_gradients(q, k, v)
         if score.rotary is not None:
+            shared.rotaries[self._layer] = score.rotary
             q = shared.angles.rotate(q, score.rotary)
             k = k if shared.read.turning else shared.angles.rotate(k, score.rotary)
         self._keys.write(written.blocks, written.offsets, k)

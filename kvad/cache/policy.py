@@ -22,6 +22,13 @@ Others *score* what is held, in each layer and kv head apart, and keep the best 
 They cut when the row's length reaches a multiple of ``every``, where the scheduler ends a chunk, so that the chunks do
 not matter either; in between a row holds up to ``budget + every`` tokens.  What is dropped is gone: lossy by design.
 
+**Levels** give up precision before they give up tokens:
+
+``hierarchy(r)``        the latest ``r`` tokens as they are, older ones packed (``keys``, ``values``: formats), the oldest as
+                        summaries, one for each ``ratio`` tokens
+
+A row descends at multiples of ``every``, in whole blocks.
+
 A policy of each layer: ``"0-3: full; sinks(4, 60)"`` (what no layer is named for stands last).  Several at once:
 ``"window(512) + truncate(256)"`` keeps what all of them keep.
 
@@ -36,6 +43,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvad.cache.formats import find_format
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
 from kvad.own import load_own
@@ -61,6 +69,11 @@ class Policy:
     @property
     def scored(self) -> Scored | None:
         """The policy that ranks what is held, where this is one."""
+        return None
+
+    @property
+    def levels(self) -> Hierarchy | None:
+        """The policy that keeps older tokens in other forms, where this is one."""
         return None
 
     def __str__(self) -> str:
@@ -201,6 +214,45 @@ class Scored(Policy):
 
 
 @dataclass(frozen=True)
+class Hierarchy(Policy):
+    """The first ``sinks`` and the last ``recent`` tokens as they are; older ones packed, at most ``packed`` (-1: all);
+    what is older still as at most ``summaries`` tokens that stand for ``ratio`` each; then gone.
+
+    A summary is the mean of the values and of the keys, unrotated, put at the mean position; its logit gets log(ratio),
+    so that it weighs what its tokens would weigh if their keys were equal.  ``every``: a row descends when its length
+    reaches a multiple of it.  All numbers are in tokens and are rounded up to whole blocks.
+    """
+
+    recent: int
+    packed: int = -1
+    keys: str = "int8"
+    values: str = "int8"
+    summaries: int = 0
+    ratio: int = 8
+    every: int = 128
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("recent", 1), ("packed", -1), ("summaries", 0), ("ratio", 2), ("every", 1), ("sinks", 0)):
+            _at_least(least, "hierarchy", name, getattr(self, name))
+        for name in ("keys", "values"):
+            find_format(getattr(self, name), f"cache.policy: hierarchy: {name}")
+        if self.packed == -1 and self.summaries:
+            raise ConfigError(
+                f"cache.policy: {self}: all older tokens stay packed, so none is ever summarised",
+                "say how many stay packed: packed=1024",
+            )
+
+    @property
+    def levels(self) -> Hierarchy | None:
+        return self
+
+    def cut_after(self, length: int) -> int:
+        """The first length above ``length`` at which the row descends."""
+        return (length // self.every + 1) * self.every
+
+
+@dataclass(frozen=True)
 class HeavyHitters(Scored):
     """H2O (Zhang et al. 2023, sec. 4): the attention that a token got, summed over all queries so far, and half of the
     budget for the latest tokens.  ``average`` 1: divided by how many queries could see it."""
@@ -315,6 +367,13 @@ class Compose(Policy):
         return Compose(tuple(policy.at(layer) for policy in self.policies))
 
     @property
+    def levels(self) -> Hierarchy | None:
+        made = [policy.levels for policy in self.policies if policy.levels is not None]
+        if made and any(policy not in (made[0], Full()) for policy in self.policies):
+            raise ConfigError(f"cache.policy: {self}: a hierarchy decides alone", "protect tokens by its sinks= and recent=")
+        return made[0] if made else None
+
+    @property
     def scored(self) -> Scored | None:
         made = [policy.scored for policy in self.policies if policy.scored is not None]
         if made and any(policy not in (made[0], Full()) for policy in self.policies):
@@ -352,6 +411,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "window": Window,
     "sinks": Sinks,
     "truncate": Truncate,
+    "hierarchy": Hierarchy,
     "heavy-hitters": HeavyHitters,
     "snapkv": SnapKV,
     "tova": TOVA,

@@ -13,7 +13,9 @@ Layers with equal specs share a table: one :class:`Group`.  A row of length ``n`
     W = 6, C = 4, block_size = 4, p = 9:  keys 4..12 = slots of the blocks 1, 2, 3;  ceil(9 / 4) + 1 = 4 are enough.
 
 * a window with sinks (``policy.py``): the blocks of the sinks beside that;
-* a policy that ranks: ``budget + every`` slots, what a row holds when it is about to be cut.
+* a policy that ranks: ``budget + every`` slots, what a row holds when it is about to be cut;
+* a hierarchy: the sinks, the recent tokens and those of one ``every``; and below it groups of their own, for the blocks
+  that were packed and for the summaries.
 
 Contiguous is paged with one block per row (``block_size`` = the whole row, or the whole ring of a window).
 """
@@ -26,7 +28,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from kvad.cache.formats import Format, find_format, joined
-from kvad.cache.policy import Full, Policy, Scored, narrowed, parse_policy
+from kvad.cache.policy import Full, Hierarchy, Policy, Scored, narrowed, parse_policy
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
 from kvad.step import RESERVED_BLOCKS
@@ -123,6 +125,16 @@ def _at_least(least: int, name: str, value: object) -> None:
         raise ConfigError(f"cache.{name}: must be at least {least}, found {value}")
 
 
+class Level(NamedTuple):
+    """A group that no new token is written to: it takes whole blocks from the group above, ``of`` is the one that takes
+    tokens (indices of groups).  ``most``: blocks of a row when it has just descended; ``ratio`` > 1: tokens of a slot."""
+
+    of: int
+    above: int
+    most: int
+    ratio: int = 1
+
+
 class Group(NamedTuple):
     """Layers that share a table.  ``blocks`` counts the reserved ones (step.py: empty and bin) too."""
 
@@ -132,6 +144,8 @@ class Group(NamedTuple):
     blocks: int
     blocks_per_row: int  # live blocks of one row at most; 1 = the row's block is a ring: slot = position % block_size
     scored: Scored | None = None  # the policy that ranks what these layers hold
+    levels: Hierarchy | None = None  # the policy that moves older tokens to the groups whose level lies below this one
+    level: Level | None = None
     keys: str = "float32"  # formats, by name
     values: str = "float32"
 
@@ -176,7 +190,7 @@ class Fit(NamedTuple):
 
 def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...]:
     """Cache groups in the order of their first layer.  ConfigError for layers that cannot be cached, or not so."""
-    layers: dict[tuple[MixerSpec, Scored | None], list[int]] = {}
+    layers: dict[tuple[MixerSpec, Scored | Hierarchy | None], list[int]] = {}
     for index, mixer in enumerate(config.narrowed(mixers)):
         if not mixer.causal and not mixer.cross:
             raise ConfigError(
@@ -186,22 +200,84 @@ def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...
         if config.endless and mixer.window is None and not mixer.cross:  # ranked tokens keep their positions
             hint = f"take a policy that drops old ones: sinks(4, {max(1, config.capacity - 4)})"
             raise ConfigError(f"cache.endless: layer {index} keeps all tokens of a row", hint)
-        scored = None if mixer.cross or mixer.window is not None else config.kept.at(index).scored
-        layers.setdefault((mixer, scored), []).append(index)
+        policy = config.kept.at(index)
+        ranked = None if mixer.cross or mixer.window is not None else policy.scored or policy.levels
+        layers.setdefault((mixer, ranked), []).append(index)
     if config.blocks is not None and layers and all(_bounded(*each) for each in layers):
         raise ConfigError(
             "cache.blocks: no layer keeps all tokens of a row: the size follows from cache.rows, cache.chunk and the policy"
         )
-    for (mixer, _), where in layers.items():
-        _check_widths(mixer, where[0], config)
     keys, values = config.formats
-    placed = (_group(mixer, scored, tuple(where), config) for (mixer, scored), where in layers.items())
-    return tuple(group._replace(keys=keys, values=values) for group in placed)
+    placed = [
+        _group(mixer, ranked, tuple(where), config)._replace(keys=keys, values=values)
+        for (mixer, ranked), where in layers.items()
+    ]
+    own = [group for group in placed if not group.mixer.cross]
+    below = [level for number, group in enumerate(own) for level in _levels(group, number, config)]
+    made = (*own, *_numbered(below, len(own)), *(group for group in placed if group.mixer.cross))
+    for group in made:
+        _check_widths(group)
+    return made
 
 
-def _check_widths(mixer: MixerSpec, layer: int, config: CacheConfig) -> None:
-    """``layer``: one of those that the mixer stands for."""
-    for side, name, dim in zip(("keys", "values"), config.formats, (mixer.head_dim, mixer.value_dim), strict=True):
+def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
+    """What lies below a group, in the order of descent.  ``above`` is counted within them: -1 is the group itself."""
+    policy = group.levels
+    if policy is None:
+        return []
+    if config.layout == "contiguous":
+        raise ConfigError(f"cache.policy: {policy}: tokens descend in whole blocks", "take cache.layout='paged'")
+    size = config.block_size
+    for name in ("recent", "every", "sinks", "packed"):
+        if (value := getattr(policy, name)) > 0 and value % size:
+            raise ConfigError(
+                f"cache.policy: {policy}: {name} {value} is not a multiple of the block size {size}",
+                f"{name}={_ceil(value, size) * size}",
+            )
+    if policy.summaries and size % policy.ratio:
+        raise ConfigError(
+            f"cache.policy: {policy}: blocks of {size} tokens cannot be cut by {policy.ratio}",
+            "take a ratio that divides the block size",
+        )
+    whole, step = _ceil(config.capacity, size), policy.every // size
+    below = []
+    base = group._replace(levels=None, scored=None)
+    if policy.packed:
+        most = whole if policy.packed == -1 else min(whole, policy.packed // size)
+        per_row = min(whole, most + step)
+        usable = config.rows * per_row if policy.packed != -1 or config.blocks is None else config.blocks
+        level = Level(number, -1, most)
+        below.append(
+            base._replace(
+                blocks=usable + RESERVED_BLOCKS,
+                blocks_per_row=per_row,
+                keys=policy.keys,
+                values=policy.values,
+                level=level,
+            )
+        )
+    if policy.summaries:
+        most = _ceil(policy.summaries, size)
+        per_row = most + _ceil(step, policy.ratio) + 1
+        level = Level(number, len(below) - 1, most, policy.ratio)
+        below.append(base._replace(blocks=config.rows * per_row + RESERVED_BLOCKS, blocks_per_row=per_row, level=level))
+    return below
+
+
+def _numbered(below: Sequence[Group], first: int) -> list[Group]:
+    """With ``above`` counted among all groups, the first level of which is number ``first``."""
+    made: list[Group] = []
+    for number, group in enumerate(below, first):
+        assert group.level is not None
+        above = group.level.of if group.level.above < 0 else number - 1
+        made.append(group._replace(level=group.level._replace(above=above)))
+    return made
+
+
+def _check_widths(group: Group) -> None:
+    mixer, layer = group.mixer, group.layers[0]
+    both = (group.keys, group.values)
+    for side, name, dim in zip(("keys", "values"), both, (mixer.head_dim, mixer.value_dim), strict=True):
         if find_format(name, f"cache.{side}").even and dim % 2:
             raise ConfigError(
                 f"cache.{side}: {name} packs two numbers into a byte, and the {side} of layer {layer} have {dim}",
@@ -209,11 +285,14 @@ def _check_widths(mixer: MixerSpec, layer: int, config: CacheConfig) -> None:
             )
 
 
-def _bounded(mixer: MixerSpec, scored: Scored | None) -> bool:
-    return mixer.window is not None or scored is not None
+def _bounded(mixer: MixerSpec, ranked: Scored | Hierarchy | None) -> bool:
+    return mixer.window is not None or isinstance(ranked, Scored) or (ranked is not None and ranked.packed != -1)
 
 
-def _group(mixer: MixerSpec, scored: Scored | None, layers: tuple[int, ...], config: CacheConfig) -> Group:
+def _group(
+    mixer: MixerSpec, ranked: Scored | Hierarchy | None, layers: tuple[int, ...], config: CacheConfig
+) -> Group:
+    scored = ranked if isinstance(ranked, Scored) else None
     if mixer.cross:
         return _cross_group(mixer, layers, config)
     slots = config.capacity
@@ -234,6 +313,11 @@ def _group(mixer: MixerSpec, scored: Scored | None, layers: tuple[int, ...], con
         per_row = min(whole, _ceil(scored.budget + scored.every, config.block_size))
         usable = config.rows * per_row
         return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, scored)
+    if isinstance(ranked, Hierarchy):
+        kept = _ceil(ranked.sinks, config.block_size) + _ceil(ranked.recent + ranked.every, config.block_size)
+        per_row = min(whole, kept)
+        usable = config.rows * per_row
+        return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, levels=ranked)
     usable = config.rows * whole if config.blocks is None else config.blocks
     return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, whole)
 

@@ -33,22 +33,26 @@ MOST_BUCKETS = 256  # kept; beyond it they are made anew
 
 
 class Bucket(NamedTuple):
-    """``widths``: per cache group and lane, the blocks of its longest row; the groups of cross-attention, behind the
-    others, cut the tokens into the lanes ``cross``."""
+    """``widths``: per cache group and lane, the blocks of its longest row.  The first ``own`` groups take tokens; the
+    groups of cross-attention, behind the first ``kept``, cut the tokens into the lanes ``cross``."""
 
     lanes: tuple[Lane, ...]
     wanted: int
     widths: tuple[tuple[int, ...], ...]
     cross: tuple[Lane, ...] | None = None
+    own: int = 0
+    kept: int = 0
 
     @staticmethod
     def of(plan: Plan) -> Bucket:
-        widths = tuple(_widths(plan.lanes, tables) for tables in plan.placed.tables)
-        return Bucket(plan.lanes, sum(len(work.wanted) for work in plan.work), widths, plan.cross)
+        placed = plan.placed
+        widths, own = tuple(_widths(plan.lanes, tables) for tables in placed.tables), len(placed.slots)
+        wanted = sum(len(work.wanted) for work in plan.work)
+        return Bucket(plan.lanes, wanted, widths, plan.cross, own, own + placed.below)
 
-    def rows(self, group: int, own: int) -> tuple[Lane, ...]:
-        """The lanes of one group, of which the first ``own`` are self-attention's."""
-        return self.lanes if group < own or self.cross is None else self.cross
+    def rows(self, group: int) -> tuple[Lane, ...]:
+        """The lanes of one group."""
+        return self.lanes if group < self.kept or self.cross is None else self.cross
 
 
 class _Static(NamedTuple):
@@ -79,7 +83,7 @@ class StepBuffers:
 
     def fill(self, plan: Plan) -> Step:
         """The plan's integers, in its bucket's tensors."""
-        static = self._bucket(Bucket.of(plan), len(plan.placed.slots))
+        static = self._bucket(Bucket.of(plan))
         tokens: list[int] = []
         positions: list[int] = []
         limits: list[int] = []
@@ -104,16 +108,16 @@ class StepBuffers:
             self._there[: static.used].copy_(self._here[: static.used], non_blocking=True)
         return static.step
 
-    def _bucket(self, bucket: Bucket, own: int) -> _Static:
+    def _bucket(self, bucket: Bucket) -> _Static:
         static = self._buckets.get(bucket)
         if static is None:
-            sizes = _sizes(bucket, own, self._longest is not None)
+            sizes = _sizes(bucket, self._longest is not None)
             need = sum(map(_aligned, map(math.prod, sizes)))
             if need > len(self._here):
                 self._allocate(1 << (need - 1).bit_length())
             if len(self._buckets) >= MOST_BUCKETS:
                 self._buckets.clear()
-            static = self._buckets[bucket] = self._views(bucket, own, sizes)
+            static = self._buckets[bucket] = self._views(bucket, sizes)
         return static
 
     def _allocate(self, integers: int) -> None:
@@ -121,7 +125,7 @@ class StepBuffers:
         self._here = torch.zeros(integers, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         self._there = self._here if self.device.type == "cpu" else torch.zeros_like(self._here, device=self.device)
 
-    def _views(self, bucket: Bucket, own: int, sizes: Sequence[tuple[int, ...]]) -> _Static:
+    def _views(self, bucket: Bucket, sizes: Sequence[tuple[int, ...]]) -> _Static:
         here, there, at = [], [], 0
         for shape in sizes:
             size = math.prod(shape)
@@ -133,31 +137,31 @@ class StepBuffers:
         limits = next(tensors) if self._longest is not None else None
         places = []
         for group, widths in enumerate(bucket.widths):
-            slots = next(tensors) if group < own else None
+            slots = next(tensors) if group < bucket.own else None
             tables = tuple(next(tensors) for _ in widths)
-            places.append(Place(slots, tables, None if group < own else bucket.cross))
+            places.append(Place(slots, tables, None if group < bucket.kept else bucket.cross))
         step = Step(tokens, positions, bucket.lanes, wanted, limits=limits, places=tuple(places))
         first = next(hosts), next(hosts), next(hosts), next(hosts) if self._longest is not None else None
         written, filled, strides = [], [], []
         for group, widths in enumerate(bucket.widths):
-            if group < own:
+            if group < bucket.own:
                 written.append(next(hosts))
             filled.append([next(hosts) for _ in widths])
-            folded = zip(bucket.lanes, bucket.rows(group, own), strict=True)
+            folded = zip(bucket.lanes, bucket.rows(group), strict=True)
             strides.append([lane.rows // rows.rows for lane, rows in folded])
         return _Static(step, *first, written, filled, strides, at)
 
 
-def _sizes(bucket: Bucket, own: int, with_limits: bool) -> list[tuple[int, ...]]:
+def _sizes(bucket: Bucket, with_limits: bool) -> list[tuple[int, ...]]:
     """Shapes of tokens, positions, wanted, [limits], and per group its slots (of its own tokens), its lanes' tables."""
     tokens = sum(lane.rows * lane.new for lane in bucket.lanes)
     sizes: list[tuple[int, ...]] = [(tokens,), (tokens,), (bucket.wanted,)]
     if with_limits:
         sizes.append((tokens,))
     for group, widths in enumerate(bucket.widths):
-        if group < own:
+        if group < bucket.own:
             sizes.append((tokens,))
-        sizes.extend((lane.rows, width) for lane, width in zip(bucket.rows(group, own), widths, strict=True))
+        sizes.extend((lane.rows, width) for lane, width in zip(bucket.rows(group), widths, strict=True))
     return sizes
 
 

@@ -49,6 +49,8 @@ class Lanes:
         """Slots that the lane's widest row reads in the group where it reads most."""
         read = 0
         for group, tables in zip(self._groups, placed.tables, strict=True):
+            if group.level is not None:
+                continue
             if group.blocks_per_row > 1:
                 slots = max(map(len, tables[begin:stop])) * group.block_size
             else:  # a row's only block: no further than it is written

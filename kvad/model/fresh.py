@@ -14,6 +14,7 @@ from torch import Tensor
 from kvad.config import MixerSpec, ModelConfig, encoder_mixers, mixers
 from kvad.ops.attend import Kernel, Reading
 from kvad.ops.lanes import Probe, fold, lane_spans, observe
+from kvad.ops.merge import Part
 from kvad.ops.rotary import Angles
 from kvad.step import Lane, Mark, Reach, Score, Step, View
 
@@ -105,7 +106,8 @@ class _FreshView:
             keys = k[low:high].unflatten(0, (lane.rows, lane.new)).transpose(1, 2)
             values = v[low:high].unflatten(0, (lane.rows, lane.new)).transpose(1, 2)
             at = slice(low, high)
-            seen = observe(self._layer, number, queries, keys, values, reading, score, self._kernel, self._probe, at)
+            part = Part(queries, keys, values, reading)
+            seen = observe(self._layer, number, (part,), score, self._kernel, self._probe, at)
             outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
 
@@ -144,6 +146,7 @@ class _CrossView:
             queries, reading = q[low:high].unflatten(0, (lane.rows, lane.new)), shared.readings[number]
             k, v = (x[first:last].unflatten(0, (there.rows, there.new)).transpose(1, 2) for x in (keys, values))
             at = slice(low, high)
-            seen = observe(self._layer, number, queries, k, v, reading, score, self._kernel, self._probe, at)
+            part = Part(queries, k, v, reading)
+            seen = observe(self._layer, number, (part,), score, self._kernel, self._probe, at)
             outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)

@@ -58,30 +58,31 @@ def fold(lane: Lane, sources: int) -> Lane:
 def observe(
     layer: int,
     lane: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    reading: Reading,
+    parts: Sequence[Part],
     score: Score,
     kernel: Kernel,
     probe: Probe | None,
     at: slice,
     count: Tensor | None = None,
 ) -> Attended:
-    """Attend in one lane, and show a probe what was seen.
+    """Attend in one lane, and show a probe what was seen: of several parts, one behind the other.
 
     ``at``: the lane's flat tokens; ``count`` [R, L]: which queries' attention is asked for (``Attended.mass``).
     """
+    q, k, v, reading = parts[-1]
     far, want = reading.far if score.rotary is not None else None, probe is not None
     if far is not None:
-        done = _renumbered(Part(q, k, v, reading), far, score, kernel, want, at)
-    elif count is not None:
-        done = merge((Part(q, k, v, reading),), score, kernel=kernel, want=want, mass=True, count=count)
+        assert len(parts) == 1, "levels and sinks that are numbered anew do not meet"
+        done = _renumbered(parts[0], far, score, kernel, want, at)
+    elif count is not None or len(parts) > 1:
+        done = merge(parts, score, kernel=kernel, want=want, mass=count is not None, count=count)
     else:
         done = attend(q, k, v, reading, score, kernel=kernel, want=want)
     if probe is not None:
         assert done.scores is not None and done.weights is not None
-        probe(Seen(layer, lane, q, k, v, reading.keys.position, done.scores, done.weights, done.out))
+        k, v = torch.cat([part.k for part in parts], dim=2), torch.cat([part.v for part in parts], dim=2)
+        positions = torch.cat([part.reading.keys.position for part in parts], dim=-1)
+        probe(Seen(layer, lane, q, k, v, positions, done.scores, done.weights, done.out))
     return done
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvad.step import Rotary
 
-__all__ = ["Angles", "rotate", "rotate_rows", "turn"]
+__all__ = ["Angles", "rotate", "rotate_blocks", "rotate_rows", "turn"]
 
 
 FEW = 32  # tokens; of more, reading x twice costs more than the calls it saves
@@ -70,6 +70,13 @@ def turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice) -> Tensor:
 def rotate_rows(x: Tensor, positions: Tensor, rotary: Rotary, at: slice, *, exact: bool) -> Tensor:
     """x [R, K, S, D] at positions [R, S] or [R, K, S]: what :class:`Angles` does to flat tokens, to keys that were stored without."""
     return _turn(x, positions, rotary, at, torch.float64 if exact else torch.float32)
+
+
+def rotate_blocks(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+    """x [n, K, S, D] turned by ``positions`` [n, S] in float64, whatever they are: back where they are negative.
+
+    The factor that lies on cos and sin is left alone: it stays on keys that are turned back and forth."""
+    return _turn(x, positions, rotary._replace(factor=1.0), slice(0), torch.float64)
 
 
 def _turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice, least: torch.dtype) -> Tensor:

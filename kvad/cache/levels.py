@@ -1,0 +1,91 @@
+"""Tokens that descend: whole blocks packed into other formats, and summaries of them.  The device's half.
+
+The host says which block goes where (``Moves.pack``, ``Moves.fold``).  A summary stands for ``ratio`` tokens: the mean of
+their values, and of their keys *unrotated*, put at the mean position; rotated keys point in different directions, and
+their mean is short.  Its logit gets log(ratio), the ``weight`` of ``ops.attend.Reading``: n equal keys count n times.
+
+    ratio 4, positions 8 9 10 11:  one slot at position 9 (its key at 9.5), weight log 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvad.cache.layout import Table
+from kvad.cache.store import Store
+from kvad.ops.rotary import rotate_blocks
+from kvad.step import Fold, Rotary
+
+__all__ = ["Compressor", "fold_layer", "fold_positions", "means", "pack_layer"]
+
+# (keys unrotated [n, K, ratio, D], values [n, K, ratio, Dv]) -> those of the summaries, [n, K, D] and [n, K, Dv].
+Compressor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The summary that knows nothing of the model."""
+    return keys.mean(dim=2), values.mean(dim=2)
+
+
+def pack_layer(above: tuple[Store, Store], below: tuple[Store, Store], sources: Tensor, targets: Tensor) -> None:
+    """Whole blocks, decoded and encoded anew."""
+    for here, there in zip(above, below, strict=True):
+        there.pack(targets, _blocks(here, sources))
+
+
+def fold_layer(
+    above: tuple[Store, Store],
+    below: tuple[Store, Store],
+    folds: Sequence[Fold],
+    positions: Tensor,
+    ratio: int,
+    rotary: Rotary | None,
+    compress: Compressor,
+) -> None:
+    """``positions`` [n, block_size]: of the blocks that are folded; ``rotary``: how keys lie in the store, rotated (None:
+    unrotated)."""
+    keys, values = (_blocks(store, _ids(folds, "source", positions)) for store in above)
+    if rotary is not None:
+        keys = rotate_blocks(keys, -positions, rotary)
+    cut = (-1, ratio)
+    short = [x.unflatten(2, cut).transpose(1, 2).flatten(0, 1) for x in (keys, values)]  # [n * slots, K, ratio, D]
+    made, summed = compress(*short)
+    if rotary is not None:
+        middle = positions.unflatten(1, cut).double().mean(-1).view(-1, 1)
+        made = rotate_blocks(made.unsqueeze(2), middle, rotary).squeeze(2)
+    slots = positions.shape[1] // ratio
+    blocks = _ids(folds, "target", positions).repeat_interleave(slots)
+    offsets = (_ids(folds, "slot", positions).unsqueeze(1) + torch.arange(slots, device=positions.device)).flatten()
+    for store, x in zip(below, (made, summed), strict=True):
+        for fold in folds:
+            if fold.slot == 0:
+                store.clear(blocks.new_tensor([fold.target]))
+            elif fold.base != fold.target:
+                store.copy(fold.base, fold.target)
+        store.write(blocks, offsets, x)
+
+
+def fold_positions(column: Tensor, folds: Sequence[Fold], positions: Tensor, ratio: int) -> None:
+    """A summary's position: the mean of its tokens', rounded down."""
+    middle = positions.unflatten(1, (-1, ratio)).sum(-1) // ratio
+    for fold, each in zip(folds, middle, strict=True):
+        if fold.slot == 0:
+            column[fold.target] = -1
+        elif fold.base != fold.target:
+            column[fold.target] = column[fold.base]
+            column[fold.target, fold.slot :] = -1
+        column[fold.target, fold.slot : fold.slot + len(each)] = each
+
+
+def _ids(folds: Sequence[Fold], name: str, like: Tensor) -> Tensor:
+    return torch.tensor([getattr(fold, name) for fold in folds], device=like.device)
+
+
+def _blocks(store: Store, blocks: Tensor) -> Tensor:
+    """[n, K, block_size, D], in float32 at least."""
+    size = store.data.shape[2]
+    wide = torch.float64 if store.format.name == "float64" else torch.float32
+    return store.read(Table(blocks.view(-1, 1), size, size), wide)
