@@ -136,11 +136,11 @@ class Reach:
     causal ``0 <= q - k < window``, bidirectional ``|q - k| < window``.  A key at position < 0 is never visible, and
     tokens of different documents never see each other.
 
-    What a policy lets go is a rule of the same kind, so every query of a chunk sees what it would see alone.  ``sinks``:
-    the first so many positions stay visible beside the window (Xiao et al. 2023, StreamingLLM).  ``grain``: the window
-    begins at a multiple of it, so that whole blocks leave at once.  ``renumber``: distances are those of a row whose
-    kept tokens are numbered without a gap: a sink is at most ``sinks + window - 1`` away.  ``outer``: the layer's own
-    window, where a policy's is narrower.
+    What a policy lets go is a rule of the same kind, so every query of a chunk sees what it would see alone.
+    ``sinks``: the first so many positions stay visible beside the window (Xiao et al. 2023, StreamingLLM).  ``grain``:
+    the window begins at a multiple of it, so that whole blocks leave at once.  ``renumber``: distances are those of a
+    row whose kept tokens are numbered without a gap: a sink is at most ``sinks + window - 1`` away.  ``outer``: the
+    layer's own window, where a policy's is narrower.
 
         window 4, sinks 2, q = 9:  sees 0 1 | 6 7 8 9;  renumbered, q is 5, and its keys are 0 1 2 3 4 5
     """
@@ -278,8 +278,8 @@ class View(Protocol):
 
 
 class Compact(NamedTuple):
-    """A row of ``length`` tokens keeps ``kept`` of the ``held`` slots in ``blocks``, which of them the policy ranks on the
-    device, head by head; they fill ``targets`` from the front, in their order.  ``row`` is its seat."""
+    """A row of ``length`` tokens keeps ``kept`` of the ``held`` slots in ``blocks``: which of them, the policy ranks on
+    the device, head by head.  They fill ``targets`` from the front, in their order.  ``row`` is its seat."""
 
     row: int
     length: int
@@ -290,8 +290,8 @@ class Compact(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """The tokens of block ``source`` become few slots of block ``target``, from ``slot`` on.  Slots before it are those of
-    block ``base`` (the target itself, but for copy-on-write); those behind are empty."""
+    """The tokens of block ``source`` become few slots of block ``target``, from ``slot`` on.  Slots before it are those
+    of block ``base`` (the target itself, but for copy-on-write); those behind are empty."""
 
     source: int
     target: int
@@ -307,7 +307,7 @@ class Moves(NamedTuple):
     ``wake``: (key, per group as many blocks): what was parked comes back, whole.
     ``drop``: keys of parked rows that will not come back.
     ``compact``: per group, :class:`Compact`: a policy's cut of one row.
-    ``pack``: per group, (source block, target block): whole blocks of the group that its level lies below, in its own formats.
+    ``pack``: per group, (source block, target block): whole blocks of the group above, in the group's own formats.
     ``fold``: per group, :class:`Fold`: blocks of the group above, summarised.
     ``clear``: per group, blocks that change hands: their positions become -1 and their contents zero.
     ``copy``: per group, (source block, target block, slots kept): copy-on-write; the target's other slots are empty.

@@ -48,7 +48,9 @@ def cache_of(case: Case, **change: object) -> CacheConfig:
         "rows": 2 if tight and not paged else 4,
         "capacity": 96,
         "chunk": 5 if scenario in ("chunked", "mixed") else 32,
-        "blocks": 13 if tight and paged and case["policy"].startswith("0: full") and case["heads"] != "window" else None,
+        "blocks": 13
+        if tight and paged and case["policy"].startswith("0: full") and case["heads"] != "window"
+        else None,
         "source_capacity": 60,
         "policy": case["policy"],
         "rotate": case["rotate"],
@@ -255,3 +257,107 @@ def test_an_end_that_cannot_be_lifted_is_refused_by_name(position: str, policy: 
     model = build(model_config(position, "pre", "gqa"))
     with pytest.raises(ConfigError, match=says):
         drive(model, CacheConfig(block_size=4, rows=1, capacity=96, policy=policy, endless=True), [])
+
+
+# ---------------------------------------------------------------- policies that rank, and levels
+
+
+RANKED = (
+    "heavy-hitters(12, every=8)",
+    "heavy-hitters(12, every=4, recent=2, sinks=2)",
+    "snapkv(12, every=8, window=4, kernel=3)",
+    "tova(12, every=8)",
+    "norm(12, every=8, recent=3)",
+    "random(12, every=4)",
+    "0: full; tova(10, every=4)",
+    "hierarchy(8, every=8, keys=int8, values=int4)",
+    "hierarchy(8, every=8, keys=int4-channel, values=int4)",
+    "hierarchy(8, packed=16, every=8, summaries=8, ratio=4)",
+    "hierarchy(8, packed=0, every=8, summaries=8, ratio=2, sinks=4)",
+    "0: full; hierarchy(8, packed=8, every=4, summaries=4, ratio=2)",
+)
+LOSSY = {
+    "layout": ("paged", "contiguous"),
+    "policy": RANKED,
+    "rotate": ("write", "read"),
+    "position": POSITIONS,
+    "norm": NORMS,
+    "heads": HEADS,
+    "scenario": tuple(name for name in SCENARIOS if name != "prefix-hit"),
+    "topology": ("decoder", "encoder-decoder"),
+}
+
+
+def possible(case: Case) -> bool:
+    return not (case["layout"] == "contiguous" and "hierarchy" in case["policy"])
+
+
+def company(case: Case) -> float:
+    """max |dlogit| between a stream in company and the same stream alone, in chunks of another size."""
+    draw = random.Random(repr(case))
+    kind = case["position"], case["norm"], case["heads"]
+    crossed = case.get("topology") == "encoder-decoder"
+    model = build(pair_config(*kind) if crossed else model_config(*kind))
+    streams = streams_of(case["scenario"], draw)
+    if crossed:
+        streams = with_sources(case["scenario"], streams, draw)
+    run = drive(model, cache_of(case), streams, poison=True)
+    largest = 0.0
+    for number, stream in enumerate(streams):
+        for sample, tokens in enumerate(stream.continuations):
+            alone = Stream(stream.prompt, [tokens], source=stream.source)
+            solo = drive(model, cache_of(case, rows=1, chunk=3, blocks=None), [alone])
+            for at, logits in solo.logits[0, 0].items():
+                difference = (logits - run.logits[number, sample][at]).abs().max().item()
+                largest = max(largest, difference if difference == difference else float("inf"))
+    return largest
+
+
+@pytest.mark.parametrize("case", [case for case in pairwise(LOSSY) if possible(case)], ids=case_id)
+def test_a_stream_under_a_lossy_policy_is_its_own(case: Case) -> None:
+    assert company(case) <= EXACT
+
+
+@pytest.mark.parametrize("policy", ["0: full; heavy-hitters(10, every=4)", RANKED[-1]])
+def test_a_preempted_row_is_parked_and_woken(policy: str) -> None:
+    """Not computed again: what it kept is a matter of what it saw."""
+    model = build(model_config("rope", "pre", "gqa"))
+    streams = [Stream(text(30), [text(20, 1)]), Stream(text(3, 2), [text(40, 3)]), Stream(text(40, 4), [text(20, 5)])]
+    cache = cache_of(plain(policy=policy), rows=3, blocks=23, chunk=16)
+    run = drive(model, cache, streams)
+    assert run.preemptions > 0
+    for number, stream in enumerate(streams):
+        alone = drive(model, cache_of(plain(policy=policy), rows=1), [stream])
+        for at, logits in alone.logits[0, 0].items():
+            assert (logits - run.logits[number, 0][at]).abs().max() <= EXACT
+
+
+def test_without_parking_the_test_above_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvad.cache.memory.Memory._park_and_wake", lambda *_: None)
+    with pytest.raises(AssertionError):
+        test_a_preempted_row_is_parked_and_woken(RANKED[-1])
+
+
+def test_packing_in_full_precision_changes_nothing() -> None:
+    """Levels that lose nothing are exact, for every encoding, whichever the way of rotating."""
+    for position in POSITIONS:
+        for rotate in ("write", "read"):
+            policy = "hierarchy(8, every=8, keys=float64, values=float64, sinks=4)"
+            case = plain(policy=policy, position=position, rotate=rotate)
+            model, streams = build(model_config(position, "pre", "gqa")), streams_of("ragged", random.Random(1))
+            assert worst(model, streams, drive(model, cache_of(case), streams)) <= EXACT, (position, rotate)
+
+
+def test_a_summary_of_equal_tokens_is_exact_without_positions() -> None:
+    """ratio equal keys and values, log(ratio) more: the same attention, to the bit of float64's rounding."""
+    model = build(model_config("none", "pre", "gqa", layers=1))
+    policy = "hierarchy(8, packed=0, every=8, summaries=32, ratio=4)"
+    streams = [Stream([5] * 24 + [7] * 16, [[9] * 12])]
+    run = drive(model, cache_of(plain(policy=policy, position="none"), rows=1), streams)
+    assert worst(model, streams, run) <= EXACT
+
+
+def test_without_the_weight_of_a_summary_the_test_above_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvad.cache.memory.math.log", lambda _: 0.0)
+    with pytest.raises(AssertionError):
+        test_a_summary_of_equal_tokens_is_exact_without_positions()

@@ -86,8 +86,8 @@ def count_queries(policy: Scored, positions: Tensor) -> Tensor:
 def order_of(policy: Scored, seen: Seen, kept: int, bits: int = 12) -> Tensor:
     """[K, kept]: which of the held slots stay, in their order.
 
-    Ranks are compared by their first ``bits`` bits, and of equals the older stays: else the order in which a step adds up
-    its sums would choose between equal tokens, and with it the neighbours.
+    Ranks are compared by their first ``bits`` bits, and of equals the older stays: else the order in which a step adds
+    up its sums would choose between equal tokens, and with it the neighbours.
     """
     ranks = _rounded(policy.rank(seen).double(), bits)
     always = (seen.positions >= seen.now - policy.recent) | (seen.positions < policy.sinks)

@@ -1,15 +1,12 @@
 """Which blocks a row may read and where it writes: the host face of the cache.  Integers only, no torch.
 
 A row sits in a seat (its index, kept for life).  Position p belongs to its logical block ``p // bs``.  In each cache
-group the row holds its blocks in order, but for a ``gap``: so many logical blocks, behind those that hold sinks, that no
-query can see any more.  A group with one block per row (contiguous) is a ring behind its sinks.
+group the row holds its blocks in order, but for a ``gap``: so many logical blocks, behind those that hold sinks, that
+no query can see any more.  A group with one block per row (contiguous) is a ring behind its sinks.
 
-Where a policy ranks (``policy.Scored``), a row is *cut* when it has reached a length: of the slots that it holds it keeps a
-number, filled up from the front, so that position p lies where ``p - dropped`` would.  Which tokens they are is the
-device's to know.
-
-Where it keeps *levels* (``policy.Hierarchy``), whole blocks descend when a row has reached a length: from the group that
-takes new tokens to one that keeps them packed, from there to one of summaries, of which ``ratio`` tokens fill a slot.
+Where a policy ranks (``policy.Scored``), a row is *cut* when it has reached a length: of the slots that it holds it
+keeps a number, filled up from the front, so that position p lies where ``p - dropped`` would.  Which tokens they are is
+the device's to know.  Where it keeps levels, whole blocks descend (``descent.py``).
 
     bs = 4, no sinks,  gap = 2, blocks = [7, 3]:     positions 8..11 in block 7, 12..15 in block 3;  13 = slot 3*4 + 1
     bs = 4, 3 sinks,   gap = 2, blocks = [5, 7, 3]:  positions 0..3 in block 5, 12..15 in block 7, 16..19 in block 3
@@ -33,16 +30,16 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvad.cache.blocks import BlockPool, Hash, Prefix, Prefixes, digest
+from kvad.cache.descent import Descended, Descents, blocks_of
+from kvad.cache.seats import NEVER, Hold, Parked, Seat, in_ring, place_of
 from kvad.cache.sizing import Group
 from kvad.cache.sources import PlacedSources, Source, Sources
-from kvad.step import Compact, Fold, Moves, Reach
+from kvad.step import Compact, Moves, Reach
 
 __all__ = ["Ledger", "LedgerStats", "Parked", "Placed", "Span"]
-
-NEVER = 1 << 62
 
 
 class Span(NamedTuple):
@@ -82,68 +79,6 @@ class LedgerStats:
     hit_tokens: int
 
 
-class _Hold:
-    """One row's blocks in one group."""
-
-    __slots__ = ("base", "blocks", "cut", "dropped", "gap")
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.clear()
-
-    def clear(self) -> None:
-        self.blocks = []
-        self.gap = 0  # logical blocks that are held no more
-        self.dropped = 0  # tokens that cuts have dropped
-        self.cut = 0  # the length of the last cut
-        self.base = 0  # position + base = slot, within the block that is being written
-
-
-class _Below:
-    """One row's blocks in a group that its tokens descend to; ``used``: slots that are filled, of the blocks held."""
-
-    __slots__ = ("blocks", "used")
-
-    def __init__(self) -> None:
-        self.blocks: list[int] = []
-        self.used = 0
-
-
-class Parked(NamedTuple):
-    """A row that gave its blocks back and will have them again: ``key`` names what the device copied out.  Per group
-    that takes tokens: (blocks, gap, dropped, cut); per level below: (blocks, used)."""
-
-    key: int
-    length: int
-    holds: tuple[tuple[int, int, int, int], ...]
-    below: tuple[tuple[int, int], ...]
-
-
-class _Seat:
-    """One row.  ``length``: committed tokens.  ``tip``, ``tail``: the last full block's Prefix and the tokens after
-    it (tip None: this row publishes nothing).  ``reach``: the end of the furthest write, committed or not.  One token
-    at a position in ``since .. fast - 1`` is written at ``position + base`` in every group, with nothing else to do."""
-
-    __slots__ = ("below", "fast", "holds", "length", "reach", "root", "since", "source", "tail", "tip")
-
-    def __init__(self, num_groups: int, num_levels: int, root: Prefix | None) -> None:
-        self.source: Source | None = None
-        self.holds = tuple(_Hold() for _ in range(num_groups))
-        self.below = tuple(_Below() for _ in range(num_levels))
-        self.root = root
-        self.restart()
-
-    def restart(self) -> None:
-        self.length = self.reach = self.fast = 0
-        self.since = NEVER
-        self.tip = self.root
-        self.tail: list[int] = []
-        for hold in self.holds:
-            hold.clear()
-        for below in self.below:
-            below.blocks, below.used = [], 0
-
-
 class Ledger:
     """Owns one :class:`BlockPool` per group and the rows in ``seats`` seats."""
 
@@ -158,7 +93,7 @@ class Ledger:
         self.pools = tuple(BlockPool(group.blocks) for group in self.groups)
         self._pools = self.pools[: len(own)]
         self.releases = 0  # grows when a row gives its blocks back: a reason to try an admission again
-        self._seats: list[_Seat | None] = [None] * seats
+        self._seats: list[Seat | None] = [None] * seats
         self._prefixes = Prefixes(hasher)
         self._ring = tuple(group.blocks_per_row == 1 for group in self.own)
         self._sizes = tuple(group.block_size for group in self.own)
@@ -170,7 +105,7 @@ class Ledger:
             for reach, levels in zip(self._reaches, self._levels, strict=True)
         ]
         self._sinks = tuple(-(-count // size) for count, size in zip(sinks, self._sizes, strict=True))
-        self._descents = tuple(tuple(self._descent(index)) for index in range(len(own)))
+        self._descents = Descents(self.groups, self.pools, len(own))
         self._scored = tuple(group.scored for group in self.own)
         # A preempted row is parked, not computed again.
         self.lossy = any(group.scored is not None or group.levels is not None for group in self.own)
@@ -194,10 +129,10 @@ class Ledger:
         if bounded and group.usable >= group.blocks_per_row:
             return sys.maxsize
         if group.levels is not None:
-            first = self._descents[index][0] if self._descents[index] else None
-            if first is None or group.levels.packed != -1:
+            if group.levels.packed != -1:
                 return sys.maxsize
-            return min(self.groups[first].usable, self.groups[first].blocks_per_row) * group.block_size
+            packed = self.groups[self._descents.below[index][0]]
+            return min(packed.usable, packed.blocks_per_row) * group.block_size
         return min(group.usable, group.blocks_per_row) * group.block_size
 
     # ------------------------------------------------------------ rows come and go
@@ -210,7 +145,7 @@ class Ledger:
         """
         if self._seats[row] is not None:
             return None
-        seat = _Seat(len(self.own), len(self.below), self._prefixes.root(root) if self.prefix else None)
+        seat = Seat(len(self.own), len(self.below), self._prefixes.root(root) if self.prefix else None)
         self._seats[row] = seat
         if seat.root is None:
             return 0
@@ -248,7 +183,7 @@ class Ledger:
         assert self._seats[child] is None and 0 <= length <= seat.length, (row, child, length, seat.length)
         if not self._window_held(seat, length):
             return False
-        twin = _Seat(len(self.own), len(self.below), seat.root)
+        twin = Seat(len(self.own), len(self.below), seat.root)
         for pool, old_below, new_below in zip(self.pools[len(self.own) :], seat.below, twin.below, strict=False):
             new_below.blocks, new_below.used = list(old_below.blocks), old_below.used
             for block in new_below.blocks:
@@ -325,12 +260,12 @@ class Ledger:
         self.releases += 1
 
     def park(self, row: int) -> Parked:
-        """Preempt a row whose tokens, computed again, might not be kept again: its blocks are copied out, then freed."""
+        """Preempt a row whose tokens, computed anew, might not be kept again: its blocks are copied out, then freed."""
         seat = self._seat(row)
         if row in self._wake:  # it has not moved since it was to wake
             key, blocks = self._wake[row]
         else:
-            key, blocks = self._parked, tuple(tuple(hold.blocks) for hold in (*seat.holds, *seat.below))
+            key, blocks = self._parked, tuple(tuple(hold.blocks) for hold in seat.every)
             self._parked += 1
             self._park.append((key, blocks))
         holds = tuple((len(hold.blocks), hold.gap, hold.dropped, hold.cut) for hold in seat.holds)
@@ -344,16 +279,16 @@ class Ledger:
         counts = [count for count, *_ in (*parked.holds, *parked.below)]
         if any(count > pool.available for count, pool in zip(counts, self.pools, strict=False)):
             return False
-        seat = _Seat(len(self.own), len(self.below), None)
+        seat = Seat(len(self.own), len(self.below), None)
         seat.length = seat.reach = parked.length
-        for hold, pool, (count, hold.gap, hold.dropped, hold.cut) in zip(
-            seat.holds, self._pools, parked.holds, strict=True
-        ):
+        for hold, pool, (count, *marks) in zip(seat.holds, self._pools, parked.holds, strict=True):
+            hold.gap, hold.dropped, hold.cut = marks
             hold.blocks = [pool.take()[0] for _ in range(count)]
-        for each, pool, (count, each.used) in zip(seat.below, self._below_pools, parked.below, strict=True):
+        for each, pool, (count, used) in zip(seat.below, self.pools[len(self.own) :], parked.below, strict=False):
+            each.used = used
             each.blocks = [pool.take()[0] for _ in range(count)]
         self._seats[row] = seat
-        self._wake[row] = parked.key, tuple(tuple(hold.blocks) for hold in (*seat.holds, *seat.below))
+        self._wake[row] = parked.key, tuple(tuple(hold.blocks) for hold in seat.every)
         return True
 
     def forget(self, parked: Parked) -> None:
@@ -424,9 +359,8 @@ class Ledger:
         moves = self._grow(slow) if slow else self._no_moves()
         if moves is None:
             return None
-        if self._park or self._wake or self._drop:
-            moves = moves._replace(park=tuple(self._park), wake=tuple(self._wake.values()), drop=tuple(self._drop))
-            self._park, self._wake, self._drop = [], {}, []
+        if self.lossy:
+            moves = self._with_parked(moves)
         slots: tuple[list[int], ...] = tuple([] for _ in self.own)
         tables: tuple[list[list[int]], ...] = tuple([] for _ in self.groups)
         pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=False)]
@@ -440,9 +374,8 @@ class Ledger:
                     show(hold.blocks)
             else:
                 self._place(seat, start, start + count, slots, tables)
-            if lower:
-                for table, below in zip(lower, seat.below, strict=True):
-                    table.append(below.blocks)
+            for table, below in zip(lower, seat.below, strict=True):
+                table.append(below.blocks)
             if crossed:
                 for table, blocks in zip(crossed, self._source(row).blocks, strict=True):
                     table.append(blocks)
@@ -471,14 +404,14 @@ class Ledger:
 
     def holds(self, rows: int, length: int) -> bool:
         """Do ``rows`` rows of ``length`` tokens have room, if nothing else is there and they share nothing?"""
-        return all(rows * _blocks_of(group, self.own, length) <= group.usable for group in self.groups[: self._kept])
+        return all(rows * blocks_of(group, self.groups, length) <= group.usable for group in self.groups[: self._kept])
 
     def fits(self, row: int, length: int) -> bool:
         """Could this row grow to ``length`` tokens with what is free or evictable now?"""
         seat = self._seat(row)
         return all(
-            _blocks_of(group, self.own, length) - len(hold.blocks) <= pool.available
-            for group, hold, pool in zip(self.groups, (*seat.holds, *seat.below), self.pools, strict=False)
+            blocks_of(group, self.groups, length) - len(hold.blocks) <= pool.available
+            for group, hold, pool in zip(self.groups, seat.every, self.pools, strict=False)
         )
 
     def stats(self) -> LedgerStats:
@@ -507,14 +440,14 @@ class Ledger:
                     blocks = seat.holds[index].blocks
                 elif index < self._kept:
                     blocks = seat.below[index - len(self.own)].blocks
-                    assert len(blocks) <= self.groups[index].blocks_per_row, f"group {index}, row {number}: too many blocks"
+                    assert len(blocks) <= self.groups[index].blocks_per_row, f"group {index}: too many blocks"
                 else:
                     blocks = [] if seat.source is None else seat.source.blocks[index - self._kept]
                 for block in blocks:
                     refs[block] += 1
             assert refs == pool.refs, f"group {index}: rows count on other blocks than the pool says"
 
-    def _check_hold(self, index: int, row: int, seat: _Seat) -> None:
+    def _check_hold(self, index: int, row: int, seat: Seat) -> None:
         hold, group, where = seat.holds[index], self.groups[index], f"group {index}, row {row}"
         assert len(set(hold.blocks)) == len(hold.blocks), f"{where}: a block stands twice in its table"
         assert len(hold.blocks) <= group.blocks_per_row, f"{where}: more blocks than a row may have"
@@ -541,23 +474,14 @@ class Ledger:
 
     # ------------------------------------------------------------ inside
 
-    def _seat(self, row: int) -> _Seat:
+    def _seat(self, row: int) -> Seat:
         seat = self._seats[row]
         assert seat is not None, f"seat {row} is empty"
         return seat
 
-    @property
-    def _below_pools(self) -> tuple[BlockPool, ...]:
-        return self.pools[len(self.own) : self._kept]
-
-    def _release_all(self, seat: _Seat) -> None:
-        for hold, pool in zip((*seat.holds, *seat.below), self.pools, strict=False):
+    def _release_all(self, seat: Seat) -> None:
+        for hold, pool in zip(seat.every, self.pools, strict=False):
             _release(pool, hold.blocks)
-
-    def _descent(self, index: int) -> list[int]:
-        """The groups that tokens of group ``index`` descend to, in order."""
-        every = [group.level for group in self.groups]
-        return [number for number, level in enumerate(every) if level is not None and level.of == index]
 
     def _no_moves(self) -> Moves:
         nothing: tuple[()] = ()
@@ -570,7 +494,7 @@ class Ledger:
             return 0
         return max(self._reaches[index].oldest(start) // self._sizes[index], self._sinks[index])
 
-    def _window_held(self, seat: _Seat, length: int) -> bool:
+    def _window_held(self, seat: Seat, length: int) -> bool:
         """Does every group still hold the keys that a query at position ``length`` needs?"""
         for index, hold in enumerate(seat.holds):
             reach, size = self._reaches[index], self._sizes[index]
@@ -611,7 +535,7 @@ class Ledger:
         depth = max(depth for depth, ok in enumerate(usable) if ok)
         return chain[:depth]
 
-    def _history(self, seat: _Seat, length: int) -> tuple[Prefix | None, list[int]]:
+    def _history(self, seat: Seat, length: int) -> tuple[Prefix | None, list[int]]:
         """(tip, tail) of the row's first ``length`` tokens."""
         tip = seat.tip
         if tip is None:
@@ -625,7 +549,7 @@ class Ledger:
             tip = tip.parent
         return tip.parent, array("q", tip.tokens).tolist()[:rest]
 
-    def _publish(self, seat: _Seat, sure: int) -> None:
+    def _publish(self, seat: Seat, sure: int) -> None:
         size, tail, at = self._sizes[0], seat.tail, 0
         assert seat.tip is not None
         for _ in range(sure // size - seat.tip.depth):
@@ -634,7 +558,7 @@ class Ledger:
                 seat.tip, seat.tail = None, []
                 return
             for hold, pool, sinks in zip(seat.holds, self._pools, self._sinks, strict=True):
-                place = _place(tip.depth - 1, sinks, hold.gap)
+                place = place_of(tip.depth - 1, sinks, hold.gap)
                 if place is not None:
                     pool.publish(hold.blocks[place], tip)
             seat.tip = tip
@@ -653,7 +577,7 @@ class Ledger:
         """Must a writer copy this block first?  (Its own method, so that a test can break it.)"""
         return refs > 1 or pool.prefixes[block] is not None
 
-    def _touched(self, index: int, hold: _Hold, start: int, end: int) -> tuple[int, int]:
+    def _touched(self, index: int, hold: Hold, start: int, end: int) -> tuple[int, int]:
         """Which of the row's blocks [low, high), those to come included, positions start .. end - 1 are written to."""
         if self._ring[index]:
             return 0, 1
@@ -661,7 +585,7 @@ class Ledger:
         gap = hold.gap if start // size >= self._sinks[index] else 0
         return (start - hold.dropped) // size - gap, (end - hold.dropped - 1) // size + 1 - gap
 
-    def _stays(self, index: int, hold: _Hold, start: int) -> int | None:
+    def _stays(self, index: int, hold: Hold, start: int) -> int | None:
         """How many slots stay, where a row of length ``start`` is to be cut now."""
         scored = self._scored[index]
         if scored is None or hold.cut == start or not scored.cuts(start):
@@ -674,26 +598,31 @@ class Ledger:
 
     def _grow(self, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> Moves | None:
         """Drop what windows have passed, then give every span the blocks that it writes; None: a pool is too full."""
-        if not all(self._enough(index, spans) for index in range(len(self.own))) or not self._enough_below(spans):
+        moving = [(self._seat(row), start) for row, start, _ in spans] if self.below else []
+        if not all(self._enough(index, spans) for index in range(len(self.own))) or not self._descents.enough(moving):
             return None
         clears: list[tuple[int, ...]] = [()] * len(self.groups)
         copies: list[tuple[tuple[int, int, int], ...]] = [()] * len(self.groups)
         compacts: list[tuple[Compact, ...]] = [()] * len(self.groups)
-        descended = _Descended(len(self.groups))
+        done = Descended(len(self.groups))
         for index in range(len(self.own)):
             cuts = self._cut_group(index, spans) if self._scored[index] is not None else ()
-            if self._levels[index] is not None:
-                self._descend(index, spans, descended)
+            for seat, start in moving:
+                self._descents.descend(index, seat, start, done)
             clear, copy = self._grow_group(index, spans)
             clears[index], copies[index], compacts[index] = tuple(clear), tuple(copy), tuple(cuts)
+        done.release()
         moves = Moves(tuple(clears), tuple(copies))
-        if self.lossy:
-            moves = moves._replace(compact=tuple(compacts), **descended.moves())
-        for pool, block in descended.passed:
-            pool.release(block)
+        return done.told(moves._replace(compact=tuple(compacts))) if self.lossy else moves
+
+    def _with_parked(self, moves: Moves) -> Moves:
+        """With what was parked, woken and given up since the last step that was placed."""
+        if self._park or self._wake or self._drop:
+            moves = moves._replace(park=tuple(self._park), wake=tuple(self._wake.values()), drop=tuple(self._drop))
+            self._park, self._wake, self._drop = [], {}, []
         return moves
 
-    def _passed(self, index: int, hold: _Hold, start: int) -> int:
+    def _passed(self, index: int, hold: Hold, start: int) -> int:
         """How many of the row's first blocks, behind those of sinks, no query from ``start`` on can see."""
         if self._ring[index] or self._windows[index] == NEVER:
             return 0
@@ -707,7 +636,7 @@ class Ledger:
         for row, start, _ in spans:
             hold = self._seat(row).holds[index]
             sinks = self._sinks[index]
-            passed = self._passed(index, hold, start) or self._leaving(index, hold, start)
+            passed = self._passed(index, hold, start) or self._descents.leaving(index, hold, start)
             for block in hold.blocks[sinks : sinks + passed]:
                 left[block] = left.get(block, pool.refs[block]) - 1
                 gain += left[block] == 0
@@ -734,7 +663,7 @@ class Ledger:
     def _grow_group(
         self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]]
     ) -> tuple[list[int], list[tuple[int, int, int]]]:
-        pool, ring, size = self.pools[index], self._ring[index], self._sizes[index]
+        pool = self.pools[index]
         clear: list[int] = []
         copy: list[tuple[int, int, int]] = []
         sources: list[int] = []  # given back last: Moves clears before it copies, so no source may be handed on here
@@ -772,7 +701,7 @@ class Ledger:
             pool.release(block)
         return clear, copy
 
-    def _before(self, index: int, hold: _Hold, start: int, place: int) -> int:
+    def _before(self, index: int, hold: Hold, start: int, place: int) -> int:
         """Slots of the row's block number ``place`` that are filled before ``start`` is written."""
         size = self._sizes[index]
         if self._ring[index]:
@@ -781,7 +710,7 @@ class Ledger:
         return max(0, start - hold.dropped - (place + gap) * size)
 
     def _cut_group(self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> list[Compact]:
-        """Cut the rows that have reached a length at which the policy cuts; a block that others count on is left to them.
+        """Cut the rows that have reached a length at which the policy cuts; a block that others count on is theirs.
 
         What a cut leaves is free at once: its contents are moved before anything else is (``Moves``).
         """
@@ -801,91 +730,8 @@ class Ledger:
             made.append(Compact(row, start, blocks, held, kept, tuple(hold.blocks)))
         return made
 
-    def _leaving(self, index: int, hold: _Hold, start: int) -> int:
-        """Blocks behind the sinks that descend, of a row of length ``start``."""
-        policy, size = self._levels[index], self._sizes[index]
-        if policy is None or hold.cut == start or start % policy.every:
-            return 0
-        return max(0, (start - policy.recent) // size - self._sinks[index] - hold.gap)
-
-    def _enough_below(self, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> bool:
-        """Would :meth:`_descend` find enough blocks?  What it gives back is not counted on."""
-        need = dict.fromkeys(range(len(self.own), self._kept), 0)
-        for index, numbers in enumerate(self._descents):
-            for row, start, _ in spans if numbers else ():
-                seat = self._seat(row)
-                moving = self._leaving(index, seat.holds[index], start)
-                for number in numbers:
-                    level, below = self.groups[number].level, seat.below[number - len(self.own)]
-                    assert level is not None
-                    if level.ratio > 1:
-                        size = self.groups[number].block_size
-                        shared = bool(moving and below.used % size and self.pools[number].refs[below.blocks[-1]] > 1)
-                        filled = below.used + moving * size // level.ratio
-                        need[number] += -(-filled // size) - len(below.blocks) + shared
-                    else:
-                        need[number] += moving
-                        moving = max(0, len(below.blocks) + moving - level.most)
-        return all(need[number] <= self.pools[number].available for number in need)
-
-    def _descend(
-        self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]], descended: _Descended
-    ) -> None:
-        """Move the rows that have reached a length: blocks are packed, those packed longest are folded or dropped.
-
-        What a hot row leaves is free at once (``Moves.pack`` reads it before it is cleared); what is folded in this step
-        goes back when all rows have moved, for another row's pack would overwrite it.
-        """
-        for row, start, _ in spans:
-            seat = self._seat(row)
-            hold = seat.holds[index]
-            moving = self._leaving(index, hold, start)
-            if not moving:
-                continue
-            sinks, hold.cut = self._sinks[index], start
-            leaving = hold.blocks[sinks : sinks + moving]
-            del hold.blocks[sinks : sinks + moving]
-            hold.gap += moving
-            for block in leaving:
-                self.pools[index].release(block)
-            for number in self._descents[index]:
-                group, below, pool = self.groups[number], seat.below[number - len(self.own)], self.pools[number]
-                assert group.level is not None
-                if group.level.ratio > 1:
-                    self._fold(number, below, leaving, descended)
-                    leaving = []
-                else:
-                    taken = [pool.take()[0] for _ in leaving]
-                    descended.pack[number].extend(zip(leaving, taken, strict=True))
-                    below.blocks.extend(taken)
-                    below.used = len(below.blocks) * group.block_size
-                    leaving = below.blocks[: max(0, len(below.blocks) - group.level.most)]
-                    del below.blocks[: len(leaving)]
-                    below.used -= len(leaving) * group.block_size
-                    descended.passed.extend((pool, block) for block in leaving)
-
-    def _fold(self, number: int, below: _Below, blocks: Sequence[int], descended: _Descended) -> None:
-        group, pool = self.groups[number], self.pools[number]
-        assert group.level is not None
-        slots = group.block_size // group.level.ratio
-        for block in blocks:
-            at = below.used % group.block_size
-            if at == 0:
-                below.blocks.append(pool.take()[0])
-            base = below.blocks[-1]
-            if pool.refs[base] > 1:
-                below.blocks[-1] = pool.take()[0]
-                descended.passed.append((pool, base))
-            descended.fold[number].append(Fold(block, below.blocks[-1], at, base))
-            below.used += slots
-        extra = len(below.blocks) - group.level.most
-        if extra > 0:
-            descended.passed.extend((pool, block) for block in below.blocks[:extra])
-            del below.blocks[:extra]
-            below.used -= extra * group.block_size
-
     def _place(
-        self, seat: _Seat, start: int, end: int, slots: tuple[list[int], ...], tables: tuple[list[list[int]], ...]
+        self, seat: Seat, start: int, end: int, slots: tuple[list[int], ...], tables: tuple[list[list[int]], ...]
     ) -> None:
         """Slots of positions start .. end - 1, and how long the next tokens may take the fast way."""
         fast = NEVER
@@ -905,7 +751,7 @@ class Ledger:
                     stop = (logical + 1) * size + hold.dropped
                     hold.base = (hold.blocks[logical] - logical) * size - hold.dropped
                 elif ring:
-                    hold.base, stop = _in_ring(hold.blocks[0], size, self._reaches[index].sinks, at)
+                    hold.base, stop = in_ring(hold.blocks[0], size, self._reaches[index].sinks, at)
                 else:
                     logical = at // size
                     stop = (logical + 1) * size
@@ -920,46 +766,6 @@ class Ledger:
             if ranked is not None:  # and before the row is cut
                 fast = min(fast, ranked.cut_after(start))
         seat.since, seat.fast = end, fast
-
-
-class _Descended:
-    """The moves of one step's descents, per group, and what is to be released behind them."""
-
-    def __init__(self, groups: int) -> None:
-        self.pack: list[list[tuple[int, int]]] = [[] for _ in range(groups)]
-        self.fold: list[list[Fold]] = [[] for _ in range(groups)]
-        self.passed: list[tuple[BlockPool, int]] = []
-
-    def moves(self) -> dict[str, Any]:
-        return {"pack": tuple(map(tuple, self.pack)), "fold": tuple(map(tuple, self.fold))}
-
-
-def _blocks_of(group: Group, own: Sequence[Group], length: int) -> int:
-    """Blocks that a row of ``length`` tokens holds at most."""
-    if group.level is not None:
-        policy = own[group.level.of].levels
-        assert policy is not None
-        length = max(0, length - policy.recent - policy.sinks)
-    return min(-(-length // group.block_size), group.blocks_per_row)
-
-
-def _place(logical: int, sinks: int, gap: int) -> int | None:
-    """Where a logical block stands among those of its row; None where it is held no more."""
-    if logical < sinks:
-        return logical
-    return None if logical < sinks + gap else logical - gap
-
-
-def _in_ring(block: int, size: int, sinks: int, at: int) -> tuple[int, int]:
-    """(base, stop): positions from ``at`` to ``stop`` lie at ``base + position`` of a row of one block.
-
-    size 8, 2 sinks: 0 1 | 2 3 4 5 6 7, then 8..13 where 2..7 were
-    """
-    if at < sinks:
-        return block * size, size
-    turn = size - sinks
-    rounds = (at - sinks) // turn
-    return block * size - rounds * turn, sinks + (rounds + 1) * turn
 
 
 def _release(pool: BlockPool, blocks: list[int]) -> None:

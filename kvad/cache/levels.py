@@ -1,8 +1,9 @@
 """Tokens that descend: whole blocks packed into other formats, and summaries of them.  The device's half.
 
-The host says which block goes where (``Moves.pack``, ``Moves.fold``).  A summary stands for ``ratio`` tokens: the mean of
-their values, and of their keys *unrotated*, put at the mean position; rotated keys point in different directions, and
-their mean is short.  Its logit gets log(ratio), the ``weight`` of ``ops.attend.Reading``: n equal keys count n times.
+The host says which block goes where (``Moves.pack``, ``Moves.fold``).  A summary stands for ``ratio`` tokens: the mean
+of their values, and of their keys *unrotated*, put at the mean position; rotated keys point in different directions,
+and their mean is short.  Its logit gets log(ratio), the ``weight`` of ``ops.attend.Reading``: n equal keys count n
+times.
 
     ratio 4, positions 8 9 10 11:  one slot at position 9 (its key at 9.5), weight log 4
 """
@@ -45,8 +46,8 @@ def fold_layer(
     rotary: Rotary | None,
     compress: Compressor,
 ) -> None:
-    """``positions`` [n, block_size]: of the blocks that are folded; ``rotary``: how keys lie in the store, rotated (None:
-    unrotated)."""
+    """``positions`` [n, block_size]: of the blocks that are folded; ``rotary``: how the keys in the store are rotated
+    (None: they are not)."""
     keys, values = (_blocks(store, _ids(folds, "source", positions)) for store in above)
     if rotary is not None:
         keys = rotate_blocks(keys, -positions, rotary)

@@ -1,10 +1,10 @@
 """Memory: the device face of the cache.  It holds tensors and decides nothing.
 
 One :class:`~kvad.cache.store.Store` of keys and one of values per layer, in the formats of their group, and per group
-one column of positions, ``[blocks, block_size]`` int64.  A slot is visible iff its position is >= 0, which is so iff the
-row that owns its block wrote it: ``apply`` clears blocks that change hands (positions to -1, contents to zero), and
-nothing ever writes block 0 (empty, it pads tables).  So whether rows are contiguous, paged or ring-shaped, one mask rule
-serves.
+one column of positions, ``[blocks, block_size]`` int64.  A slot is visible iff its position is >= 0, which is so iff
+the row that owns its block wrote it: ``apply`` clears blocks that change hands (positions to -1, contents to zero), and
+nothing ever writes block 0 (empty, it pads tables).  So whether rows are contiguous, paged or ring-shaped, one mask
+rule serves.
 
 A cross-attention's group holds sources instead of rows: written once, by a step without decoder tokens, and read by
 every row that shares the source.
@@ -84,7 +84,7 @@ class Memory:
 
     def leaves(self) -> list[Tensor]:
         """Every tensor of the cache, flat: keys and values by layer, what heads keep by layer, positions by group."""
-        stores = (*self._stores(), *self.columns.values())
+        stores: list[Store | HeadColumns] = [*self._stores(), *self.columns.values()]
         return [*(array for store in stores for array in store.arrays), *self.positions]
 
     def payload_bytes(self) -> int:
@@ -94,7 +94,7 @@ class Memory:
         return sum(store.nbytes for store in self._stores()) - self.payload_bytes()
 
     def column_bytes(self) -> int:
-        return sum(each.nbytes for each in (*self.positions, *self.columns.values()))
+        return sum(each.nbytes for each in self.positions) + sum(each.nbytes for each in self.columns.values())
 
     def _stores(self) -> Iterator[Store]:
         for side in (0, 1):
@@ -107,13 +107,7 @@ class Memory:
 
     def apply(self, moves: Moves) -> None:
         """Edits between two steps, in the order that :class:`Moves` names."""
-        for key, blocks in moves.park:
-            self.parked[key] = [array[ids].cpu() for array, ids in self._of(blocks)]
-        for key, blocks in moves.wake:
-            for (array, ids), held in zip(self._of(blocks), self.parked.pop(key), strict=True):
-                array[ids] = held.to(array.device)
-        for key in moves.drop:
-            self.parked.pop(key, None)
+        self._park_and_wake(moves)
         for group, positions, cuts in zip(self.groups, self.positions, moves.compact, strict=False):
             if cuts:
                 self._compact(group, positions, cuts)
@@ -129,13 +123,24 @@ class Memory:
             for source, target, kept in copy:
                 self._copy(group, positions, source, target, kept)
 
+    def _park_and_wake(self, moves: Moves) -> None:
+        for key, blocks in moves.park:
+            self.parked[key] = [array[ids].cpu() for array, ids in self._of(blocks)]
+        for key, blocks in moves.wake:
+            for (array, ids), held in zip(self._of(blocks), self.parked.pop(key), strict=True):
+                array[ids] = held.to(array.device)
+        for key in moves.drop:
+            self.parked.pop(key, None)
+
     def _of(self, blocks: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Every raw array of a row's groups, and the row's blocks in it."""
         for group, positions, stores, held in zip(self.groups, self.positions, self.stores, blocks, strict=False):
             ids = torch.tensor(held, dtype=torch.int64, device=positions.device)
             yield positions, ids
             for layer, pair in stores.items():
-                every = (*pair, *(self._columns(layer) if group.level is None else ()))
+                every: tuple[Store | HeadColumns, ...] = pair
+                if group.level is None:
+                    every = (*pair, *self._columns(layer))
                 yield from ((array, ids) for store in every for array in store.arrays)
 
     def _columns(self, layer: int) -> tuple[HeadColumns, ...]:
@@ -171,8 +176,10 @@ class Memory:
     def _clear(self, group: Group, positions: Tensor, blocks: Tensor) -> None:
         positions.index_fill_(0, blocks, -1)
         for layer in group.layers:
-            for store in (self.keys[layer], self.values[layer], *self._columns(layer)):
-                store.clear(blocks)
+            self.keys[layer].clear(blocks)
+            self.values[layer].clear(blocks)
+            for columns in self._columns(layer):
+                columns.clear(blocks)
 
     def _copy(self, group: Group, positions: Tensor, source: int, target: int, kept: int) -> None:
         positions[target, :kept] = positions[source, :kept]
@@ -279,9 +286,7 @@ class _Lower:
             self.tables.append(table)
             self.readings.append(Reading(queries, Mark(positions), reach, weight))
 
-    def parts(
-        self, layer: int, lane: int, q: Tensor, score: Score, reads: _Reads, at: slice
-    ) -> Iterator[Part]:
+    def parts(self, layer: int, lane: int, q: Tensor, score: Score, reads: _Reads, at: slice) -> Iterator[Part]:
         """The part of a lane; none where no row of it has anything here."""
         table, reading = self.tables[lane], self.readings[lane]
         if table.per_row == 0:

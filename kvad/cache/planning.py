@@ -26,7 +26,17 @@ from kvad.config import Experts, ModelConfig, OwnPositions, mixers
 from kvad.errors import ConfigError, MemoryPlanError, nearest
 from kvad.step import RESERVED_BLOCKS
 
-__all__ = ["BUDGET", "GroupPlan", "MemoryPlan", "available_bytes", "check_policy", "fits", "plan_memory", "require", "step_bytes"]
+__all__ = [
+    "BUDGET",
+    "GroupPlan",
+    "MemoryPlan",
+    "available_bytes",
+    "check_policy",
+    "fits",
+    "plan_memory",
+    "require",
+    "step_bytes",
+]
 
 BUDGET = 2048  # new tokens of a step, unless the engine is told otherwise
 

@@ -28,7 +28,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from kvad.cache.formats import Format, find_format, joined
-from kvad.cache.policy import Full, Hierarchy, Policy, Scored, narrowed, parse_policy
+from kvad.cache.named import narrowed, parse_policy
+from kvad.cache.policy import Full, Hierarchy, Policy, Scored
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
 from kvad.step import RESERVED_BLOCKS
@@ -126,8 +127,9 @@ def _at_least(least: int, name: str, value: object) -> None:
 
 
 class Level(NamedTuple):
-    """A group that no new token is written to: it takes whole blocks from the group above, ``of`` is the one that takes
-    tokens (indices of groups).  ``most``: blocks of a row when it has just descended; ``ratio`` > 1: tokens of a slot."""
+    """A group that no new token is written to: it takes whole blocks from the group ``above``; ``of`` is the one that
+    takes tokens (indices of groups).  ``most``: blocks of a row that has just descended; ``ratio`` > 1: tokens of a
+    slot."""
 
     of: int
     above: int
@@ -205,7 +207,8 @@ def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...
         layers.setdefault((mixer, ranked), []).append(index)
     if config.blocks is not None and layers and all(_bounded(*each) for each in layers):
         raise ConfigError(
-            "cache.blocks: no layer keeps all tokens of a row: the size follows from cache.rows, cache.chunk and the policy"
+            "cache.blocks: no layer keeps all tokens of a row",
+            "the size follows from cache.rows, cache.chunk and cache.policy",
         )
     keys, values = config.formats
     placed = [
@@ -289,9 +292,7 @@ def _bounded(mixer: MixerSpec, ranked: Scored | Hierarchy | None) -> bool:
     return mixer.window is not None or isinstance(ranked, Scored) or (ranked is not None and ranked.packed != -1)
 
 
-def _group(
-    mixer: MixerSpec, ranked: Scored | Hierarchy | None, layers: tuple[int, ...], config: CacheConfig
-) -> Group:
+def _group(mixer: MixerSpec, ranked: Scored | Hierarchy | None, layers: tuple[int, ...], config: CacheConfig) -> Group:
     scored = ranked if isinstance(ranked, Scored) else None
     if mixer.cross:
         return _cross_group(mixer, layers, config)

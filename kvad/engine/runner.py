@@ -39,7 +39,9 @@ class Runner:
         self.device = model.table.device
         encoder = model.config.encoder
         self._sources_have_limits = encoder is not None and _asks_for_limits(encoder)
-        self.buffers = StepBuffers(self.device, longest=model.config.limit if _asks_for_limits(model.config.stack) else None)
+        self.buffers = StepBuffers(
+            self.device, longest=model.config.limit if _asks_for_limits(model.config.stack) else None
+        )
 
     def regime(self, limit: int) -> str:
         """Names the rotary regime of a row that may reach ``limit``: rows of other regimes share no blocks."""

@@ -318,9 +318,7 @@ def _cut(mark: Mark, low: int, high: int) -> Mark:
     return Mark(mark.position[:, low:high], None if mark.document is None else mark.document[:, low:high])
 
 
-def distance_bias(
-    bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor, reach: Reach | None = None
-) -> Tensor:
+def distance_bias(bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor, reach: Reach | None = None) -> Tensor:
     """queries [R, L], keys [R, S] or [R, K, S] (positions) -> [R, H, L, S]; distances as ``reach`` numbers them."""
     turns = reach is not None and reach.turns
     if not isinstance(bias, (Slopes, Buckets)):

@@ -68,7 +68,7 @@ def turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice) -> Tensor:
 
 
 def rotate_rows(x: Tensor, positions: Tensor, rotary: Rotary, at: slice, *, exact: bool) -> Tensor:
-    """x [R, K, S, D] at positions [R, S] or [R, K, S]: what :class:`Angles` does to flat tokens, to keys that were stored without."""
+    """What :class:`Angles` does to flat tokens, for keys stored without it: x [R, K, S, D] at [R, S] or [R, K, S]."""
     return _turn(x, positions, rotary, at, torch.float64 if exact else torch.float32)
 
 

@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], words: str) -
 def test_layers_that_cannot_be_cached_are_refused() -> None:
     with pytest.raises(ConfigError, match="layer 1 is bidirectional"):
         groups([FULL, FULL._replace(causal=False)], CacheConfig(capacity=8))
-    with pytest.raises(ConfigError, match="every layer has a window"):
+    with pytest.raises(ConfigError, match="no layer keeps all tokens"):
         groups([LOCAL], CacheConfig(capacity=8, blocks=3))
 
 

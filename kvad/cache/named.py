@@ -1,0 +1,199 @@
+"""Policies by name, of each layer, and several at once.
+
+==============================  =======================================================================================
+``full``                        everything stays
+``window(n)``                   the last n tokens
+``sinks(k, n)``                 the first k and the last n (Xiao et al. 2023, StreamingLLM)
+``truncate(n)``                 at most the last n, dropped a block at a time (first in, first out)
+``heavy-hitters(b)``            the b tokens that got most attention so far (Zhang et al. 2023, H2O)
+``snapkv(b)``                   those that the latest queries attend to, and their neighbours (Li et al. 2024)
+``tova(b)``                     those that the latest query attends to, over all heads (Oren et al. 2024)
+``norm(b)``                     those whose keys are shortest (Devoto et al. 2024)
+``random(b)``                   any: the baseline
+``hierarchy(r)``                the latest r as they are, older ones packed, the oldest as summaries
+``package.module:Class(...)``   a policy of one's own
+==============================  =======================================================================================
+
+A policy of each layer: ``"0-3: full; sinks(4, 60)"``; what no layer is named for stands last.  Several at once:
+``"window(512) + truncate(256)"`` keeps what all of them keep.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvad.cache.policy import MANY, Full, Hierarchy, Policy, Scored, Sinks, Truncate, Window
+from kvad.cache.ranks import TOVA, HeavyHitters, KeyNorm, Random, SnapKV
+from kvad.config import MixerSpec
+from kvad.errors import ConfigError, nearest
+from kvad.own import load_own
+from kvad.step import Reach
+
+__all__ = ["POLICIES", "Compose", "PerLayer", "narrowed", "parse_policy"]
+
+
+@dataclass(frozen=True)
+class PerLayer(Policy):
+    """Another policy for some layers: ``layers`` pairs them (first, last) with theirs; ``rest`` for the others."""
+
+    layers: tuple[tuple[int, int, Policy], ...]
+    rest: Policy
+
+    def at(self, layer: int) -> Policy:
+        return next((policy for low, high, policy in self.layers if low <= layer <= high), self.rest)
+
+    def __str__(self) -> str:
+        return "; ".join([*(f"{_span(low, high)}: {policy}" for low, high, policy in self.layers), str(self.rest)])
+
+
+@dataclass(frozen=True)
+class Compose(Policy):
+    """What all of them keep.  Of position policies: the narrowest window; sinks stay if all keep them."""
+
+    policies: tuple[Policy, ...]
+
+    def at(self, layer: int) -> Policy:
+        return Compose(tuple(policy.at(layer) for policy in self.policies))
+
+    @property
+    def levels(self) -> Hierarchy | None:
+        made = [policy.levels for policy in self.policies if policy.levels is not None]
+        if made and any(policy not in (made[0], Full()) for policy in self.policies):
+            raise ConfigError(
+                f"cache.policy: {self}: a hierarchy decides alone", "protect tokens by its sinks= and recent="
+            )
+        return made[0] if made else None
+
+    @property
+    def scored(self) -> Scored | None:
+        made = [policy.scored for policy in self.policies if policy.scored is not None]
+        if made and any(policy not in (made[0], Full()) for policy in self.policies):
+            raise ConfigError(
+                f"cache.policy: {self}: a policy that ranks decides alone",
+                "protect tokens by its own sinks= and recent=, or give other layers another policy",
+            )
+        return made[0] if made else None
+
+    def narrow(self, mixer: MixerSpec, block_size: int) -> MixerSpec:
+        each = [policy.narrow(mixer, block_size) for policy in self.policies]
+        narrower = [spec for spec in each if spec != mixer]
+        if not narrower:
+            return mixer
+        first = min(narrower, key=lambda spec: spec.window or MANY)
+        if any(
+            (spec.window or MANY) - spec.grain + 1 < (first.window or MANY) for spec in narrower if spec is not first
+        ):
+            raise ConfigError(
+                f"cache.policy: {self}: windows of nearly one size that move by different steps have no common one",
+                "make one of them wider by a block",
+            )
+        return first._replace(sinks=min(spec.sinks for spec in narrower))
+
+    def __str__(self) -> str:
+        return " + ".join(str(policy) for policy in self.policies)
+
+
+def _span(low: int, high: int) -> str:
+    return f"{low}" if low == high else f"{low}-" if high >= MANY else f"{low}-{high}"
+
+
+def narrowed(mixers: Sequence[MixerSpec], policy: Policy, block_size: int, *, renumber: bool) -> tuple[MixerSpec, ...]:
+    """A model's layers under a policy; cross-attention keeps its source.  ``renumber``: as :class:`kvad.step.Reach`."""
+    made = []
+    for layer, mixer in enumerate(mixers):
+        if not mixer.cross:
+            mixer = policy.at(layer).narrow(mixer, block_size)
+            mixer = mixer._replace(renumber=renumber and Reach.of(mixer._replace(renumber=True)).turns)
+        made.append(mixer)
+    return tuple(made)
+
+
+# ---------------------------------------------------------------- by name
+
+
+_CALL = re.compile(r"([A-Za-z_][\w.-]*(?::[A-Za-z_]\w*)?)(?:\((.*)\))?")
+_LAYERS = re.compile(r"(\d+)(?:(-)(\d+)?)?\s*:\s*(.*)")
+
+
+def parse_policy(text: str) -> Policy:
+    """What a policy's name says; see the head of this file.  ConfigError says what is wrong, and what is near."""
+    parts = [part.strip() for part in text.split(";")]
+    if len(parts) == 1 and not _LAYERS.fullmatch(parts[0]):
+        return _sum(parts[0])
+    layers, rest = [], None
+    for part in parts:
+        found = _LAYERS.fullmatch(part)
+        if found is None and rest is None:
+            rest = _sum(part)
+        elif found is None:
+            raise ConfigError(f"cache.policy: {text!r}: two policies for what is left", "name the layers of one")
+        else:
+            low = int(found[1])
+            high = low if not found[2] else int(found[3]) if found[3] else MANY
+            layers.append((low, high, _sum(found[4])))
+    return PerLayer(tuple(layers), rest or Full())
+
+
+def _sum(text: str) -> Policy:
+    parts = [_one(part.strip()) for part in _split(text, "+")]
+    return parts[0] if len(parts) == 1 else Compose(tuple(parts))
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """At every ``mark`` outside of parentheses."""
+    parts, depth, last = [], 0, 0
+    for at, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if letter == mark and depth == 0:
+            parts.append(text[last:at])
+            last = at + 1
+    return [*parts, text[last:]]
+
+
+def _one(text: str) -> Policy:
+    found = _CALL.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"cache.policy: cannot read {text!r}", "write it as name(number, ...): sinks(4, 1020)")
+    name, said = found[1], found[2]
+    if ":" in name:
+        made = load_own(name, "cache.policy")
+    elif name in POLICIES:
+        made = POLICIES[name]
+    else:
+        raise ConfigError(f"cache.policy: unknown policy {name!r}", nearest(name, POLICIES))
+    values, named = [], dict[str, Any]()
+    for part in (part.strip() for part in _split(said or "", ",")):
+        key, equals, value = part.rpartition("=")
+        if part and equals:
+            named[key.strip()] = _number(value.strip(), text)
+        elif part:
+            values.append(_number(part, text))
+    try:
+        inspect.signature(made).bind(*values, **named)
+    except TypeError as error:
+        takes = ", ".join(str(each) for each in inspect.signature(made).parameters.values())
+        raise ConfigError(f"cache.policy: {text}: {error}", f"it is {name}({takes})") from error
+    policy = made(*values, **named)
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"cache.policy: {name} is no Policy", "derive it from kvad.cache.policy.Policy")
+    return policy
+
+
+def _number(text: str, where: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    if re.fullmatch(r"[A-Za-z_][\w.-]*", text):
+        return text
+    raise ConfigError(f"cache.policy: {where}: cannot read {text!r}", "arguments are numbers: sinks(4, 1020)")
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    made.name: made for made in (Full, Window, Sinks, Truncate, HeavyHitters, SnapKV, TOVA, KeyNorm, Random, Hierarchy)
+}
