@@ -236,7 +236,7 @@ class _Reads:
         self.tables, self.readings = [], []
         self.columns, policy = memory.columns, group.scored
         self.counts: list[Tensor | None] = []
-        self.lower = [_Lower(memory, other, step) for other in _levels_below(memory.groups, number)]
+        self.lower = [_Lower(memory, other, step) for other in _levels_below(memory.groups, number) if step.lanes]
         for lane, (low, high), blocks in zip(self.lanes, self.spans, place.tables, strict=True):
             table = Table(blocks, group.block_size, lane.read)
             queries = Mark(step.positions[low:high].view(lane.rows, lane.new))
