@@ -1,10 +1,10 @@
 """Memory: the device face of the cache.  It holds tensors and decides nothing.
 
 One :class:`~kvad.cache.store.Store` of keys and one of values per layer, in the formats of their group, and per group
-one column of positions, ``[blocks, block_size]`` int64.  A slot is visible iff its position is >= 0, which is so iff the
-row that owns its block wrote it: ``apply`` clears blocks that change hands (positions to -1, contents to zero), and
-nothing ever writes block 0 (empty, it pads tables).  So whether rows are contiguous, paged or ring-shaped, one mask rule
-serves.
+one column of positions, ``[blocks, block_size]`` int64.  A slot is visible iff its position is >= 0, which is so iff
+the row that owns its block wrote it: ``apply`` clears blocks that change hands (positions to -1, contents to zero), and
+nothing ever writes block 0 (empty, it pads tables).  So whether rows are contiguous, paged or ring-shaped, one mask
+rule serves.
 
 A cross-attention's group holds sources instead of rows: written once, by a step without decoder tokens, and read by
 every row that shares the source.

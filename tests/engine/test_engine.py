@@ -69,7 +69,7 @@ def test_the_blocks_of_a_failed_row_are_clean_for_the_next() -> None:
     engine = Engine(model, CacheConfig(dtype="float64", rows=1, capacity=24, block_size=4, chunk=24))
     engine.submit([POISONED] * 10, GREEDY)
     assert run(engine)[0, 0][-1].finish == "error"
-    assert any(store.isnan().any() for store in engine.memory.keys)
+    assert any(store.data.isnan().any() for store in engine.memory.keys)
     engine.submit([5, 6, 7], GREEDY)
     after = tokens(run(engine)[1, 0])
     fresh = Engine(model, CACHE)
