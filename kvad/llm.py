@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvad.cache.formats import FORMATS
 from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sizing import CacheConfig
 from kvad.checkpoint.generation import Generation
@@ -75,18 +76,24 @@ class LLM:
         device: str | torch.device = "cpu",
         memory: CacheConfig | None = None,
         cache_dtype: str | torch.dtype | None = None,
+        cache_keys: str | torch.dtype | None = None,
+        cache_values: str | torch.dtype | None = None,
         revision: str | None = None,
         **cache: Any,
     ) -> LLM:
         """Load a checkpoint: kvad's folder or run, a Hugging Face folder, or a name on the hub (``revision``: of it).
 
         ``dtype``: what the model computes in (default: what the checkpoint stores).  ``memory``: the cache's
-        configuration; or its fields as keywords (``rows=4, capacity=2048, layout="contiguous"``), its dtype as
-        ``cache_dtype`` (default: the model's).  Dtypes go by name or as torch's own.  Raises CheckpointError for a
+        configuration; or its fields as keywords (``rows=4, capacity=2048, layout="contiguous"``), what it stores as
+        ``cache_dtype`` (default: the model's dtype), or as ``cache_keys`` and ``cache_values``, each one of
+        kvad/cache/formats.py.  Dtypes go by name or as torch's own.  Raises CheckpointError for a
         folder that is not a whole checkpoint, UsageError for a device that is not there, ConfigError for a dtype or a
         cache that cannot be, MemoryPlanError (before it is allocated) for one that would not fit.
         """
-        dtype, cache_dtype = _dtype_name("dtype", dtype), _dtype_name("cache.dtype", cache_dtype)
+        dtype, cache_dtype = _dtype_name("dtype", dtype), _dtype_name("cache.dtype", cache_dtype, FORMATS)
+        for side, asked in (("keys", cache_keys), ("values", cache_values)):
+            if asked is not None:
+                cache[side] = _dtype_name(f"cache.{side}", asked, FORMATS)
         where = _device(device)
         if memory is not None and (cache or cache_dtype is not None):
             raise RequestError(
@@ -420,12 +427,12 @@ class LLM:
         return "it can embed"
 
 
-def _dtype_name(where: str, dtype: Any) -> str | None:
-    """``torch.float32`` and ``"float32"`` are "float32".  ConfigError for what no model computes in."""
+def _dtype_name(where: str, dtype: Any, known: Iterable[str] = DTYPES) -> str | None:
+    """``torch.float32`` and ``"float32"`` are "float32".  ConfigError for what is not ``known``."""
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    if name is None or (isinstance(name, str) and name in DTYPES):
+    if name is None or (isinstance(name, str) and name in known):
         return name
-    raise ConfigError(f"{where}: unknown dtype {name!r}", nearest(str(name), DTYPES))
+    raise ConfigError(f"{where}: unknown dtype {name!r}", nearest(str(name), known))
 
 
 def _device(device: Any) -> torch.device:

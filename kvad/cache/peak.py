@@ -7,15 +7,18 @@ Two kinds of step are bounded, and the larger number of each kind counts:
   sources of S tokens.  An encoder has no other: what it computes is not kept.
 
 They are seen in a process's peak, not in what it holds between two steps.  A test holds the bound against what torch
-really makes.  Letters as in ``step.py``; ``c`` is the bytes of a computed value, ``e`` of a cached one, F an MLP's
-hidden width; rows, T and S of the step, or of the source that is attended to.
+really makes.  Letters as in ``step.py``; ``c`` is the bytes of a computed value, ``e`` of a cached one with its
+share of scales, F an MLP's hidden width; rows, T and S of the step, or of the source that is attended to.
 
 scratch, for one layer at a time (``cache/layout.py``, ``ops/attend.py``):
 
     gather   rows S K (D + Dv) e      keys and values of the blocks of all rows, side by side; nothing where a single
                                       contiguous row is read where it lies, or in an encoder, which reads what it made
-    widen    rows S K (D + Dv) c      where the cache's dtype is not the computed one
+    widen    rows S K D c             where the format of the keys is not the computed dtype; of the values, Dv
+             rows S K D 3             bits moved into place, where it is a packed one
+             rows S K D 4             and float32 on its way to half precision
              rows S K (D + Dv) 4      where half precision meets a kernel that computes in float32
+    encode   13 T K D                 new keys in float32, where their format is a packed one; of the values, Dv
     mask     12 M                     M = min(T S, max(MASK_BUDGET, rows S)) pairs made at a time
     scores   4 * 4 Q (8 in float64)   Q = min(H T S, max(SCORE_BUDGET, H rows S)): only with softcap, sink logits,
                                       biases or values of another width, or in float16; else the fused kernel makes none
@@ -43,6 +46,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvad.cache.formats import FORMATS
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Group
 from kvad.config import (
     Alibi,
@@ -67,6 +71,7 @@ __all__ = ["MASK_BUDGET", "SCORE_BUDGET", "Peak", "decoder_tokens", "encoder_tok
 
 MASK_BUDGET = 1 << 22  # ops/attend.py's, which imports torch; a test holds them equal
 SCORE_BUDGET = 1 << 24
+ENCODED = 13  # bytes of a number while it is encoded: three float32 and what is stored
 
 
 class Peak(NamedTuple):
@@ -185,9 +190,10 @@ def _kept(read: _Read, size: int) -> int:
 
 def _scratch(read: _Read, cache: CacheConfig, computed: str) -> int:
     size = DTYPE_BYTES[computed]
-    scratch = read.values * DTYPE_BYTES[cache.dtype] if read.gathered else 0
-    if read.pooled and cache.dtype != computed:
-        scratch += read.values * size
+    scratch = read.keys * read.spec[0] * _stored(cache, *read.spec[1:]) if read.gathered else 0
+    if read.pooled:
+        sides = zip(cache.formats, read.spec[1:], strict=True)
+        scratch += sum(_decoded(read, name, dim, computed) for name, dim in sides)
     scratch += 12 * min(read.tokens * read.slots, max(MASK_BUDGET, read.rows * read.slots))
     unfused = [mixer for mixer in read.mixers.values() if _makes_scores(mixer, read.spec, computed)]
     if unfused:
@@ -198,6 +204,24 @@ def _scratch(read: _Read, cache: CacheConfig, computed: str) -> int:
         if any(isinstance(mixer.position, T5Bias) for mixer in unfused):
             scratch += 48 * made // min(mixer.heads for mixer in unfused)
     return scratch
+
+
+def _stored(cache: CacheConfig, dim: int, value_dim: int) -> int:
+    """Bytes of a slot of one head, with its share of what belongs to a block."""
+    keys, values = cache.formats
+    arrays = (*FORMATS[keys].arrays(dim), *FORMATS[values].arrays(value_dim))
+    shared = sum(array.nbytes for array in arrays if array.grain == "block")
+    return sum(array.nbytes for array in arrays if array.grain == "slot") + -(-shared // cache.block_size)
+
+
+def _decoded(read: _Read, name: str, dim: int, computed: str) -> int:
+    """What comes of keys or values of ``dim`` numbers while they are decoded, and while new ones are encoded."""
+    if name == computed:
+        return 0
+    count, size = read.keys * read.spec[0] * dim, DTYPE_BYTES[computed]
+    if FORMATS[name].kind == "plain":
+        return count * size
+    return count * (size + 3 + (4 if size == 2 else 0)) + ENCODED * read.tokens * read.spec[0] * dim
 
 
 def _makes_scores(mixer: Attention, spec: tuple[int, int, int], computed: str) -> bool:
@@ -224,7 +248,9 @@ def _encoding(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int
         assert layer.cross is not None, "each layer of an encoder-decoder attends to the source"
         dim, kv_heads = head_dim(config, layer.cross), layer.cross.kv_heads or layer.cross.heads
         values = kv_heads * (dim + (layer.cross.value_dim or dim))
-        most = max(most, tokens * (size * (width + 2 * values) + DTYPE_BYTES[cache.dtype] * values))
+        stored = kv_heads * _stored(cache, dim, layer.cross.value_dim or dim)
+        packed = any(FORMATS[name].kind != "plain" for name in cache.formats)
+        most = max(most, tokens * (size * (width + 2 * values) + stored + packed * ENCODED * values))
     return most
 
 

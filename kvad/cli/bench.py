@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from kvad.cli.common import emit_json, format_bytes, json_line, json_option, model_argument
+from kvad.cli.running import format_options, formats_asked
 from kvad.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -37,10 +38,19 @@ def bench() -> None:
 @model_argument
 @click.option("--tokens", metavar="N,N,...", help="New tokens to time [default: 64,128,256,512, or what fits].")
 @click.option("--prompt", default="", help="What to continue [default: the opening token].")
+@format_options
 @click.option("--repeats", type=int, default=3, show_default=True, help="Every number is the median of so many runs.")
 @click.option("--out", type=click.Path(path_type=Path), help="A folder for the JSON lines and the figure.")
 @json_option
-def cache(model: Path, tokens: str | None, prompt: str, repeats: int, out: Path | None, as_json: bool) -> None:
+def cache(
+    model: Path,
+    tokens: str | None,
+    prompt: str,
+    repeats: int,
+    out: Path | None,
+    as_json: bool,
+    **options: str | None,
+) -> None:
     """Generation with the cache, by recomputation, and with a cache grown by torch.cat, taking turns.
 
     \b
@@ -51,7 +61,7 @@ def cache(model: Path, tokens: str | None, prompt: str, repeats: int, out: Path 
     from kvad.llm import LLM
 
     marks = None if tokens is None else _marks(tokens)
-    with LLM.load(model, rows=1) as llm:
+    with LLM.load(model, rows=1, **formats_asked(options)) as llm:
         if llm.model.config.kind != "decoder":
             raise UsageError(f"kvad bench cache times a decoder, this is an {llm.model.config.kind}")
         if marks is None:

@@ -5,6 +5,8 @@ From the config alone: no weight is loaded, and torch is imported for Hugging Fa
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import click
 
 from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
@@ -22,6 +24,8 @@ LAYOUTS = ("paged", "contiguous")
 @click.option("--source-context", type=int, help="Tokens of the longest source [default: the source's limit].")
 @click.option("--rows", type=int, default=8, show_default=True, help="Live sequences.")
 @click.option("--dtype", help="What the cache stores [default: the weights' dtype].")
+@click.option("--cache-keys", help="The same, of keys alone.")
+@click.option("--cache-values", help="The same, of values alone.")
 @click.option("--weights-dtype", help="[default: what the checkpoint stores, else float32]")
 @click.option("--layout", type=click.Choice(LAYOUTS), default="paged", show_default=True)
 @click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
@@ -37,6 +41,8 @@ def plan(
     source_context: int | None,
     rows: int,
     dtype: str | None,
+    cache_keys: str | None,
+    cache_values: str | None,
     weights_dtype: str | None,
     layout: str,
     block_size: int,
@@ -55,8 +61,11 @@ def plan(
     kvad plan runs/demo --context 4096 --rows 8
     kvad plan t5-base --source-context 512 --context 128 --rows 32
     kvad plan llama-3-8b --context 8192 --rows 1 --dtype bfloat16 --weights-dtype bfloat16 --fit 24GiB
+    kvad plan smollm2-135m --cache-keys int8 --cache-values int4
     """
     from kvad.cache.available import available_bytes
+    from kvad.cache.formats import FORMATS
+    from kvad.cache.sizing import DTYPE_BYTES
     from kvad.lab.machine import read_bandwidth
     from kvad.lab.plan import make_report, plan_target, read_target, to_json
 
@@ -67,7 +76,8 @@ def plan(
         raise click.UsageError("Missing argument 'CONFIG|MODEL|SHAPE'; --shapes lists those known by name.")
     if bandwidth is not None and not bandwidth > 0:
         raise click.BadParameter("must be above 0", param_hint="--bandwidth")
-    _check({"--dtype": dtype, "--weights-dtype": weights_dtype})
+    _check({"--weights-dtype": weights_dtype}, DTYPE_BYTES)
+    _check({"--dtype": dtype, "--cache-keys": cache_keys, "--cache-values": cache_values}, FORMATS)
     size = None if fit is None else parse_bytes(fit)
     found = read_target(target)
     planned = plan_target(
@@ -76,6 +86,8 @@ def plan(
         source_context=source_context,
         weights_dtype=weights_dtype,
         dtype=dtype,
+        keys=cache_keys,
+        values=cache_values,
         budget=budget,
         rows=rows,
         layout=layout,
@@ -94,13 +106,11 @@ def plan(
     click.echo(page(report))
 
 
-def _check(dtypes: dict[str, str | None]) -> None:
+def _check(dtypes: dict[str, str | None], known: Iterable[str]) -> None:
     """UsageError names the flag: further down the cache has the weights' dtype by default, and it could be either."""
-    from kvad.cache.sizing import DTYPE_BYTES
-
     for flag, dtype in dtypes.items():
-        if dtype is not None and dtype not in DTYPE_BYTES:
-            raise UsageError(f"{flag}: unknown dtype {dtype!r}", nearest(dtype, DTYPE_BYTES))
+        if dtype is not None and dtype not in known:
+            raise UsageError(f"{flag}: unknown dtype {dtype!r}", nearest(dtype, known))
 
 
 def _list_shapes(as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvad.cache.peak import decoder_tokens, encoder_tokens
 from kvad.cache.planning import MemoryPlan
+from kvad.cache.sizing import CacheConfig
 from kvad.cache.weights import num_parameters
 from kvad.cli.common import format_bytes
 from kvad.config import Alibi, ModelConfig, T5Bias
@@ -48,9 +49,10 @@ def asked(plan: MemoryPlan) -> str:
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """The table of bytes, and what each group of layers takes per token and per row."""
     pool = [
-        ("cache payload", plan.payload, f"{plan.cache.dtype} keys and values of the rows asked, exact"),
+        ("cache payload", plan.payload, f"{_said(plan.cache)} of the rows asked, exact"),
+        *([("cache scales", plan.scales, "scales and zeros of the rows asked, exact")] if plan.scales else []),
         ("cache columns", plan.columns, "int64 positions of the rows asked, exact"),
-        ("cache reserved", plan.reserved, "payload and columns of 2 more blocks per group, exact"),
+        ("cache reserved", plan.reserved, f"{_parts(plan)} of 2 more blocks per group, exact"),
     ]
     if not plan.groups:
         pool = [("cache", 0, "none: an encoder keeps nothing between two steps")]
@@ -96,10 +98,23 @@ def _group_lines(plan: MemoryPlan, number: int) -> list[str]:
     slots = f"{group.blocks_per_row:,} x {counted(group.block_size, 'slot')}"
     return [
         f"group {number}: {layers}, {reach}, {heads}",
-        f"  per token   payload {size.per_token_payload:,}, columns {size.per_token_columns:,}",
-        f"  per {row:<7} payload {each.row_payload:,}, columns {each.row_columns:,} ({slots})",
-        f"  all rows    payload {each.payload:,}, columns {each.columns:,}, reserved {each.reserved:,}",
+        f"  per token   {_sizes(size.per_token_payload, size.per_token_scales, size.per_token_columns)}",
+        f"  per {row:<7} {_sizes(each.row_payload, each.row_scales, each.row_columns)} ({slots})",
+        f"  all rows    {_sizes(each.payload, each.scales, each.columns)}, reserved {each.reserved:,}",
     ]
+
+
+def _sizes(payload: int, scales: int, columns: int) -> str:
+    return f"payload {payload:,}, {f'scales {scales:,}, ' if scales else ''}columns {columns:,}"
+
+
+def _said(cache: CacheConfig) -> str:
+    keys, values = cache.formats
+    return f"{keys} keys and values" if keys == values else f"{keys} keys and {values} values"
+
+
+def _parts(plan: MemoryPlan) -> str:
+    return "payload, scales and columns" if plan.scales else "payload and columns"
 
 
 def _speed_lines(report: Report) -> list[str]:

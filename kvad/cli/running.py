@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvad.cache.formats import FORMATS
 from kvad.cli.common import format_bytes
 from kvad.errors import DataError, counted
 
@@ -26,23 +27,41 @@ if TYPE_CHECKING:
     from kvad.llm import LLM
 
 __all__ = ["GroupUse", "Interrupt", "Meter", "RunStats", "cache_lines", "cache_options", "group_use", "open_llm"]
-__all__ += ["read_stdin", "stats_lines"]
+__all__ += ["format_options", "formats_asked", "read_stdin", "stats_lines"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+FORMAT_OPTIONS = (
+    click.option("--cache-dtype", type=click.Choice(tuple(FORMATS)), help="What is stored [default: the model's]."),
+    click.option("--cache-keys", type=click.Choice(tuple(FORMATS)), help="The same, of keys alone."),
+    click.option("--cache-values", type=click.Choice(tuple(FORMATS)), help="The same, of values alone."),
+)
 
 
 def cache_options(command: Command) -> Command:
-    options = [
+    options: list[Callable[[Any], Any]] = [
         click.option("--rows", type=int, help="Live sequences of the cache [default: as many as asked for, up to 8]."),
         click.option("--layout", type=click.Choice(["paged", "contiguous"]), help="[default: paged]"),
-        click.option("--cache-dtype", type=click.Choice(DTYPES), help="[default: the model's]"),
+        *FORMAT_OPTIONS,
         click.option("--block-size", type=int, help="Slots of a block [default: 16]."),
         click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
     ]
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def format_options(command: Command) -> Command:
+    """In which formats keys and values are stored."""
+    for option in reversed(FORMAT_OPTIONS):
+        command = option(command)
+    return command
+
+
+def formats_asked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``cache_dtype``, ``cache_keys``, ``cache_values`` was said."""
+    said = {name: options[name] for name in ("cache_dtype", "cache_keys", "cache_values")}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
@@ -59,7 +78,7 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "capacity": options["context"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
-    return LLM.load(model, cache_dtype=options["cache_dtype"], **fields)
+    return LLM.load(model, **formats_asked(options), **fields)
 
 
 def read_stdin() -> str:
@@ -101,7 +120,8 @@ class Interrupt:
 
 @dataclass(frozen=True)
 class GroupUse:
-    """Blocks of one cache group: read by rows now, at the peak, kept for reuse, free; and bytes, columns included."""
+    """Blocks of one cache group: read by rows now, at the peak, kept for reuse, free; and bytes, columns and scales
+    included.  ``stored``: the format of its keys and values."""
 
     layers: int
     window: int | None
@@ -112,6 +132,8 @@ class GroupUse:
     total: int
     block_bytes: int
     pool_bytes: int
+    scale_bytes: int
+    stored: str
 
 
 @dataclass(frozen=True)
@@ -136,12 +158,13 @@ class RunStats:
 
 def group_use(llm: LLM, peak: tuple[int, ...] | None = None) -> tuple[GroupUse, ...]:
     """The cache as it is now, group by group."""
+    from kvad.cache.formats import joined
     from kvad.cache.sizing import group_bytes
 
     ledger, made = llm.engine.ledger, []
     stats = ledger.stats()
     for index, group in enumerate(ledger.groups):
-        pool = group_bytes(group).total
+        size = group_bytes(group)
         used = stats.used[index]
         made.append(
             GroupUse(
@@ -152,8 +175,10 @@ def group_use(llm: LLM, peak: tuple[int, ...] | None = None) -> tuple[GroupUse, 
                 evictable=stats.evictable[index],
                 free=stats.free[index],
                 total=stats.total[index],
-                block_bytes=pool // group.blocks,
-                pool_bytes=pool,
+                block_bytes=size.total // group.blocks,
+                pool_bytes=size.total,
+                scale_bytes=size.scales,
+                stored=joined(group.keys, group.values),
             )
         )
     return tuple(made)
@@ -219,9 +244,14 @@ def stats_lines(stats: RunStats) -> list[str]:
 
 def cache_lines(groups: tuple[GroupUse, ...]) -> list[str]:
     """One line per group of layers."""
-    return [
+    return [_cache_line(use) for use in groups]
+
+
+def _cache_line(use: GroupUse) -> str:
+    scales = f", {format_bytes(use.scale_bytes)} of it scales" if use.scale_bytes else ""
+    return (
         f"{counted(use.layers, 'layer')}, {'all tokens' if use.window is None else f'window of {use.window}'}: "
         f"{use.used} of {counted(use.total, 'block')} in use, {use.evictable} kept for reuse, {use.free} free; "
-        f"peak {use.peak} = {format_bytes(use.peak * use.block_bytes)} of {format_bytes(use.pool_bytes)}"
-        for use in groups
-    ]
+        f"peak {use.peak} = {format_bytes(use.peak * use.block_bytes)} of {format_bytes(use.pool_bytes)} "
+        f"in {use.stored}{scales}"
+    )

@@ -10,7 +10,7 @@ import click
 
 from kvad.cli.common import model_argument
 from kvad.cli.lines import Lines, Task, answered, line_options, look, printer, tell
-from kvad.cli.running import DTYPES
+from kvad.cli.running import format_options, formats_asked
 from kvad.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Translation(NamedTuple):
 @click.option("--seed", type=int, help="Of the sampling [default: 0].")
 @click.option("--rows", type=int, help=f"Of the cache: a line takes one per beam [default: for {MOST_LINES} lines].")
 @click.option("--context", type=int, help="Tokens of the longest row of the cache [default: what --max-tokens takes].")
-@click.option("--cache-dtype", type=click.Choice(DTYPES), help="[default: the model's]")
+@format_options
 @line_options
 def translate(model: Path, file: Path | None, **options: Any) -> None:
     """Translate every line of FILE, or of standard input.
@@ -112,9 +112,7 @@ def _load(opened: Opened, sampling: Mapping[str, Any], options: Mapping[str, Any
     if options["rows"] is not None and options["rows"] < each:
         raise UsageError(f"--rows {options['rows']}: a line's {each} beams or samples take a row each", f"give {each}")
     rows = _rows(opened, each, options, capacity) if options["rows"] is None else options["rows"]
-    return LLM.load(
-        opened.path, dtype=options["dtype"], cache_dtype=options["cache_dtype"], rows=rows, capacity=capacity
-    )
+    return LLM.load(opened.path, dtype=options["dtype"], rows=rows, capacity=capacity, **formats_asked(options))
 
 
 def _rows(opened: Opened, each: int, options: Mapping[str, Any], capacity: int) -> int:
@@ -127,10 +125,12 @@ def _rows(opened: Opened, each: int, options: Mapping[str, Any], capacity: int) 
     assert source is not None, "an encoder-decoder has a source"
     stored = str(opened.stored).removeprefix("torch.")
     computed = options["dtype"] or ("float32" if stored == "float16" else stored)
-    dtype = options["cache_dtype"] or computed
+    formats: dict[str, Any] = {name.removeprefix("cache_"): value for name, value in formats_asked(options).items()}
     lines = max(1, min(MOST_LINES, MOST_ROWS // each))
     while lines > 1 and have is not None:
-        cache = CacheConfig(rows=lines * each, capacity=capacity, dtype=dtype, source_capacity=source.limit)
+        cache = CacheConfig(
+            rows=lines * each, capacity=capacity, source_capacity=source.limit, **{"dtype": computed, **formats}
+        )
         if plan_memory(opened.config, cache, weights_dtype=computed).total <= have // 2:
             break
         lines //= 2

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvad.cache.formats import FORMATS, parted
 from kvad.cli.common import console, emit_json, json_option, model_argument
 from kvad.errors import RequestError, UsageError, counted, nearest
 from kvad.lab.findings import FAULTS, UNKNOWN, MemoryReport, Report
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 LAYOUTS = ("paged", "contiguous")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
+DTYPES = ("float32", "bfloat16", "float16", "float64")  # verified unless others are asked for
 LISTED = 64  # by then a row of prompts_of has a single token
 BREAKS = tuple(name for name in FAULTS if name != UNKNOWN)
 HEADINGS = ("memory", "max |dlogit|", "tolerance", "float64 twin", "KL mean", "KL max", "greedy", "verdict")
@@ -29,9 +30,9 @@ HEADINGS = ("memory", "max |dlogit|", "tolerance", "float64 twin", "KL mean", "K
 
 def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
     """The names of a list with commas between, each once; UsageError offers the nearest for an unknown one."""
-    known = LAYOUTS if param.name == "layouts" else DTYPES
+    known = LAYOUTS if param.name == "layouts" else tuple(name for name, each in FORMATS.items() if not each.sealed)
     names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
-    for name in names:
+    for name in (part for said in names for part in (parted(said) if param.name == "dtypes" else (said,))):
         if name not in known:
             raise click.BadParameter(f"{name!r} is not known; {nearest(name, known)}", param=param)
     return names
@@ -40,7 +41,14 @@ def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str
 @click.command()
 @model_argument
 @click.option("--layout", "layouts", callback=_names, default=",".join(LAYOUTS), show_default=True)
-@click.option("--dtype", "dtypes", callback=_names, default=",".join(DTYPES), show_default=True)
+@click.option(
+    "--dtype",
+    "dtypes",
+    callback=_names,
+    default=",".join(DTYPES),
+    show_default=True,
+    help="What to store; fp8-e4m3, fp8-e5m2, int8, int4 too; int8/int4: keys/values.",
+)
 @click.option("--rows", type=int, help="Ragged rows, beside a forked and a prefix-sharing one.  [default: 5]")
 @click.option("--chunk", type=int, default=32, show_default=True, help="Tokens of a prompt in one step, at most.")
 @click.option("--block-size", type=int, help="Slots of a block (paged).  [default: 16, or what fits]")
@@ -74,6 +82,7 @@ def verify(
 
     \b
     kvad verify runs/demo
+    kvad verify runs/demo --dtype float32,int8,int8/int4
     kvad verify runs/demo --break mask
     """
     if fault is not None and fault not in BREAKS:

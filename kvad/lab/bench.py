@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvad.cache.sizing import DTYPE_BYTES
+from kvad.cache.sizing import DTYPE_BYTES, Group, group_bytes
 from kvad.config import mixers
 from kvad.engine.engine import Engine, StepTimes
 from kvad.engine.request import Sampling
@@ -134,7 +134,7 @@ def bench_cache(
         machine=machine(),
         commit=commit(),
         dtype=_dtype(llm),
-        cache_dtype=llm.cache.dtype,
+        cache_dtype=llm.cache.stored,
         layout=llm.cache.layout,
         parameters=sum(parameter.numel() for parameter in llm.model.parameters()),
         prompt=len(start),
@@ -170,10 +170,17 @@ def _check(llm: LLM, marks: Sequence[int], prompt: int, repeats: int) -> None:
 
 
 def _count(llm: LLM, prompt: int, mark: int) -> Counted:
-    stored = DTYPE_BYTES[llm.cache.dtype]
+    stored = _stored(llm.engine.memory.groups)
     cached, fresh = generation(llm.model.config, prompt, mark, element=DTYPE_BYTES[_dtype(llm)], stored=stored)
     gain = Gain(fresh.attention / cached.attention, fresh.projections / cached.projections)
     return Counted(mark, cached, fresh, gain, formula(mark))
+
+
+def _stored(groups: Sequence[Group]) -> float:
+    """Bytes per number in the cache, with its share of the scales."""
+    sizes = [group_bytes(group) for group in groups]
+    numbers = sum(len(g.layers) * g.mixer.kv_heads * (g.mixer.head_dim + g.mixer.value_dim) for g in groups)
+    return sum(size.per_token_payload + size.per_token_scales for size in sizes) / numbers
 
 
 def _dtype(llm: LLM) -> str:

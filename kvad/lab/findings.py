@@ -10,7 +10,8 @@ Rules (the same text is printed):
   at ties; a tie is a position where the judge's best two logits are closer than twice the tolerance;
 * **within tolerance**: exact structure, a half precision stored, max |dlogit| within the tolerance;
 * **lossy by design**: exact structure, a half precision stored, beyond the tolerance, yet what the first layer reads is
-  the true keys and values, rounded, and nothing overflows;
+  the true keys and values, rounded, and nothing overflows; or a lossy format (fp8, int8, int4) stored, whose structure
+  is exact beside the judge whose keys and values go through it too, in float64: it is never called anything better;
 * **BROKEN**: anything else.
 
 No torch here: the command line reads the names.
@@ -35,6 +36,7 @@ RULES = (
     "tie: the judge's best two logits are closer than twice the tolerance",
     "within tolerance: exact structure, bfloat16 or float16 stored, within the tolerance",
     "lossy by design: exact structure, beyond the tolerance, yet what is read are the true keys and values, rounded",
+    "           fp8, int8, int4: always; the structure is judged by the model whose keys and values go through them",
 )
 
 
@@ -134,7 +136,8 @@ class Divergence(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """One layout and dtype.  ``structure``: max |dlogit| of the float64 twin; ``happened``: counts of what ran."""
+    """One layout and dtype.  ``structure``: max |dlogit| of the float64 twin (of a lossy format, its own if that is
+    more); ``happened``: counts of what ran."""
 
     layout: str
     dtype: str

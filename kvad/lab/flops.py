@@ -82,7 +82,7 @@ def fresh_pass(config: ModelConfig, length: int, *, source: int = 0, element: in
 
 
 def cached_pass(
-    config: ModelConfig, new: int, length: int, *, source: int = 0, element: int = 4, stored: int | None = None
+    config: ModelConfig, new: int, length: int, *, source: int = 0, element: int = 4, stored: float | None = None
 ) -> Cost:
     """The last ``new`` tokens of a row that is ``length`` tokens long after them, with logits for the last; its
     ``source`` has been read.
@@ -94,7 +94,7 @@ def cached_pass(
     return _decoder_pass(config, new, slots, source, element, element if stored is None else stored)
 
 
-def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: int | None = None) -> Cost:
+def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: float | None = None) -> Cost:
     """The encoder over a text of ``length`` tokens: its head, where it stands alone; else the keys and values that
     cross-attention will read, ``stored`` bytes per number."""
     assert config.encoder is not None, "this model has no encoder"
@@ -108,7 +108,7 @@ def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: 
         return cost.plus(_answers(config, length, element))
     for spec in (mixer for mixer in mixers(config) if mixer.cross):
         values = spec.kv_heads * (spec.head_dim + spec.value_dim)
-        written = length * values * (element if stored is None else stored)
+        written = round(length * values * (element if stored is None else stored))
         cost = cost.plus(
             Cost(projections=2 * length * width * values, weights=width * values * element, written=written)
         )
@@ -116,7 +116,7 @@ def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: 
 
 
 def generation(
-    config: ModelConfig, prompt: int, new: int, *, source: int = 0, element: int = 4, stored: int | None = None
+    config: ModelConfig, prompt: int, new: int, *, source: int = 0, element: int = 4, stored: float | None = None
 ) -> tuple[Cost, Cost]:
     """(with a cache, by recomputation): what it costs to generate ``new`` tokens after a prompt, greedily."""
     cached = [encoder_pass(config, source, element=element, stored=stored)] if source else []
@@ -137,7 +137,7 @@ def _sum(costs: Iterable[Cost]) -> Cost:
     return total
 
 
-def _decoder_pass(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: int) -> Cost:
+def _decoder_pass(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: float) -> Cost:
     assert config.decoder is not None, "an encoder generates nothing"
     assert bool(source) == (config.encoder is not None), "an encoder-decoder reads a source, and no other does"
     cost = _projection(config.embed, config.width, new, element)
@@ -160,7 +160,7 @@ def _projection(embed: Embedding, width: int, new: int, element: int) -> Cost:
 
 
 def _layer(
-    config: ModelConfig, mixer: Attention, width: int, own: int, new: int, seen: int, element: int, stored: int = 0
+    config: ModelConfig, mixer: Attention, width: int, own: int, new: int, seen: int, element: int, stored: float = 0
 ) -> Cost:
     """One attention.  ``own``: the width that keys and values are made of; 0: none are made, they are read only."""
     dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
@@ -171,8 +171,8 @@ def _layer(
         projections=2 * new * matrices,
         attention=2 * new * seen * mixer.heads * (dim + value_dim),
         weights=matrices * element,
-        written=new * values * stored if own else 0,
-        read=seen * values * stored,
+        written=round(new * values * stored) if own else 0,
+        read=round(seen * values * stored),
     )
 
 

@@ -39,7 +39,7 @@ __all__ = [
     "to_json",
 ]
 
-BYTES = ("weights", "payload", "columns", "reserved", "pool", "scratch", "activations", "total")
+BYTES = ("weights", "payload", "scales", "columns", "reserved", "pool", "scratch", "activations", "total")
 
 
 class Target(NamedTuple):
@@ -209,7 +209,10 @@ def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
     """What was planned, its bytes, and each group's."""
     return {
         "weights_dtype": plan.weights_dtype,
-        "cache": {name: getattr(plan.cache, name) for name in ("layout", "dtype", "block_size", "rows", "chunk")},
+        "cache": {
+            **{name: getattr(plan.cache, name) for name in ("layout", "dtype", "block_size", "rows", "chunk")},
+            **dict(zip(("keys", "values"), plan.cache.formats, strict=True)),
+        },
         "context": plan.cache.capacity,
         "source_context": None if plan.config.source is None else plan.cache.source_capacity,
         "budget": plan.budget,
@@ -236,9 +239,14 @@ def _group_json(whole: MemoryPlan, plan: GroupPlan) -> Mapping[str, object]:
         "block_size": group.block_size,
         "blocks": group.blocks,
         "blocks_per_row": group.blocks_per_row,
-        "per_token": {"payload": size.per_token_payload, "columns": size.per_token_columns},
-        "per_row": {"payload": plan.row_payload, "columns": plan.row_columns},
+        "per_token": {
+            "payload": size.per_token_payload,
+            "scales": size.per_token_scales,
+            "columns": size.per_token_columns,
+        },
+        "per_row": {"payload": plan.row_payload, "scales": plan.row_scales, "columns": plan.row_columns},
         "payload": plan.payload,
+        "scales": plan.scales,
         "columns": plan.columns,
         "reserved": plan.reserved,
     }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvad.cache.formats import parted
 from kvad.cache.sizing import CacheConfig
 from kvad.config import ModelConfig, mixers
 from kvad.errors import ConfigError, EngineError, KvadError, UsageError
@@ -57,7 +58,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked.  ``rows``: prompts; ``tokens``: generated after each; ``chunk``: tokens of a prompt per step."""
+    """What is asked.  ``rows``: prompts; ``tokens``: generated after each; ``chunk``: tokens of a prompt per step;
+    ``dtypes``: formats, "int8/int4" where keys and values differ."""
 
     layouts: tuple[str, ...] = ("paged", "contiguous")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
@@ -216,7 +218,7 @@ def cache_config(
     config: ModelConfig, streams: Sequence[Stream], options: Options, layout: str, dtype: str
 ) -> CacheConfig:
     """A cache with a seat for every row; where preemptions are wanted, with half of the blocks that they need."""
-    size = options.block_size
+    size, (keys, values) = options.block_size, parted(dtype)
     needed = [-(-stream.limit // size) for stream in streams for _ in stream.forced]
     full = any(spec.window is None for spec in mixers(config))
     tight = layout == "paged" and options.preempt and full
@@ -224,7 +226,8 @@ def cache_config(
         raise ConfigError(f"--layout: {layout!r} is not one of paged, contiguous")
     return CacheConfig(
         layout="paged" if layout == "paged" else "contiguous",
-        dtype=dtype,
+        keys=keys,
+        values=values,
         block_size=size,
         rows=len(needed),
         capacity=max(stream.limit for stream in streams),

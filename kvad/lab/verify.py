@@ -6,7 +6,8 @@ every position that was computed, recomputed ones included, are laid beside the 
 those of :mod:`kvad.lab.findings`; a broken memory is diagnosed by :mod:`kvad.lab.diagnose`.
 
 Weights are taken as stored and computed with in float32 and float64; a half precision is a way to *store* keys and
-values here, as it is on a CPU.
+values here, as it is on a CPU.  A lossy format (fp8, int8, int4) has its structure judged by the model whose keys and
+values go through it (:mod:`kvad.lab.rounded`): what it loses is the format's, and no more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvad.cache.formats import FORMATS, parted
 from kvad.cache.planning import plan_memory
 from kvad.cache.sizing import CacheConfig
 from kvad.config import ModelConfig, mixers
@@ -30,15 +32,17 @@ from kvad.lab.diagnose import diagnose
 from kvad.lab.faults import check_fault, hurt_memory, hurt_model
 from kvad.lab.findings import EXACT, Divergence, Finding, MemoryReport, Report, Verdict
 from kvad.lab.replay import Key, Replayed, replay, uncached
+from kvad.lab.rounded import Rounded
 from kvad.lab.scenario import Options, cache_config, check_happened, longest_source, make_streams, squeezes
+from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
+from kvad.step import Memory
 
 __all__ = ["Comparison", "Options", "compare", "require_room", "tolerance", "verify"]
 
 COMPUTE_EPS = 256
 STORED_EPS = 8
 AMPLIFIED = 16
-HALVES = ("bfloat16", "float16")
 MOST_ROWS = 1 << 40  # what would fit is not looked for beyond
 
 
@@ -88,14 +92,23 @@ def tolerance(dtype: str, scale: float, structure: float) -> float:
     """How far logits may be from the judge's; ``scale``: its largest |logit|, ``structure``: the float64 twin's noise.
 
     float64: 1e-10.  Else rounding in float32 (256 eps, or 16 times the twin's own noise carried over to float32: a
-    sharp model amplifies it) and, for a half precision, that of what is stored (8 eps of it).
+    sharp model amplifies it) and, for a half precision, that of what is stored (8 eps of it).  A lossy format has
+    float32's: beyond it, a token that differs is no tie.
     """
     if dtype == "float64":
         return EXACT
     single, double = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
-    stored: torch.dtype = getattr(torch, dtype)
-    coarser = STORED_EPS * torch.finfo(stored).eps * scale if dtype in HALVES else 0.0
+    coarser = STORED_EPS * _eps(dtype) * scale if _loss(dtype) == "rounding" else 0.0
     return max(COMPUTE_EPS * single * scale, AMPLIFIED * structure * single / double) + coarser
+
+
+def _loss(dtype: str) -> str:
+    """The worse of keys and values: "none", "rounding", "lossy"."""
+    return max((FORMATS[name].loss for name in parted(dtype)), key=("none", "rounding", "lossy").index)
+
+
+def _eps(dtype: str) -> float:
+    return max(FORMATS[name].eps for name in parted(dtype))
 
 
 def require_room(config: ModelConfig, lengths: Sequence[int], options: Options, available: int | None) -> None:
@@ -121,13 +134,16 @@ def _needs(config: ModelConfig, prompts: Sequence[int], options: Options, rows: 
     """(bytes of the logits that are held at once, bytes of everything else) of so many rows, the longest ones.
 
     Logits stand in float32 and float64 for the judge, in float64 for the twin of each layout, and in float32 for the
-    memory at hand.  The rest is the weights in both precisions and the larger layout's twin, as it is planned.
+    memory at hand; each lossy format has a judge in float64 too, beside its memory's.  The rest is the weights in both
+    precisions and the larger layout's twin, as it is planned.
     """
     known = prompts[:rows]
     shares = options.prefix_hit and "paged" in options.layouts
     every = [*known, known[min(1, len(known) - 1)], *known[: int(shares)]]  # the forked sample, the shared prefix
     seats = rows - len(known) + len(every)
-    logits = (sum(every) + rows - len(known) + seats * options.tokens) * config.vocab * (16 + 8 * len(options.layouts))
+    lossy = sum(_loss(dtype) == "lossy" for dtype in options.dtypes)
+    numbers = 16 + 8 * len(options.layouts) + 8 * (lossy + bool(lossy))
+    logits = (sum(every) + rows - len(known) + seats * options.tokens) * config.vocab * numbers
     size, longest = options.block_size, known[0] + options.tokens
     blocks = sum(-(-(length + options.tokens) // size) for length in every)
     blocks += (rows - len(known)) * -(-(1 + options.tokens) // size)
@@ -208,10 +224,11 @@ class _Run:
         self.scale = max(float(logits.abs().max()) for logits in self.judge64.values())
         self._twins: dict[str, tuple[Replayed, Comparison]] = {}
         self._findings: dict[str, Finding | None] = {}
+        self._judges: dict[str, dict[Key, Tensor]] = {}
 
-    def _judge(self, model: Transformer) -> dict[Key, Tensor]:
+    def _judge(self, model: Transformer, memory: Memory | None = None) -> dict[Key, Tensor]:
         return {
-            (number, sample): uncached(model, stream.tokens(sample), stream.limit, source=stream.source)
+            (number, sample): uncached(model, stream.tokens(sample), stream.limit, memory, stream.source)
             for number, stream in enumerate(self.streams)
             for sample in range(len(stream.forced))
         }
@@ -222,14 +239,15 @@ class _Run:
         noise = structure.max_dlogit if structure.max_dlogit <= EXACT else 0.0  # what is broken excuses nothing
         bound = tolerance(dtype, self.scale, noise)
         replayed, found = (twin, structure) if dtype == "float64" else self._replay(layout, dtype, bound)
-        verdict, finding = self._verdict(layout, dtype, structure.max_dlogit, found, bound)
+        off = max(structure.max_dlogit, self._coded(layout, dtype) if _loss(dtype) == "lossy" else 0.0)
+        verdict, finding = self._verdict(layout, dtype, off, found, bound)
         flips = found.divergences
         return MemoryReport(
             layout=layout,
             dtype=dtype,
             max_dlogit=found.max_dlogit,
             tolerance=bound,
-            structure=structure.max_dlogit,
+            structure=off,
             kl_mean=found.kl_mean,
             kl_max=found.kl_max,
             agree=found.compared - len(flips),
@@ -248,9 +266,24 @@ class _Run:
             self._twins[layout] = self._replay(layout, "float64", EXACT)
         return self._twins[layout]
 
-    def _replay(self, layout: str, dtype: str, bound: float) -> tuple[Replayed, Comparison]:
+    def _coded(self, layout: str, dtype: str) -> float:
+        """max |dlogit| of a lossy memory, computed with in float64, from the judge of its formats."""
+        if dtype not in self._judges:
+            self.progress(f"the judge of {dtype}")
+            self._judges[dtype] = self._judge(self.double, Rounded(Fresh(self.config), *parted(dtype)))
+        return self._replay(layout, dtype, EXACT, self.double, self._judges[dtype])[1].max_dlogit
+
+    def _replay(
+        self,
+        layout: str,
+        dtype: str,
+        bound: float,
+        model: Transformer | None = None,
+        judge: dict[Key, Tensor] | None = None,
+    ) -> tuple[Replayed, Comparison]:
         self.progress(f"{layout} {dtype}")
-        model, judge = (self.double, self.judge64) if dtype == "float64" else (self.single, self.judge32)
+        if model is None or judge is None:
+            model, judge = (self.double, self.judge64) if dtype == "float64" else (self.single, self.judge32)
         config = cache_config(self.config, self.streams, self.options, layout, dtype)
         with hurt_model(self.fault, model):
             make = partial(hurt_memory, self.fault)
@@ -265,9 +298,11 @@ class _Run:
             twin = self._diagnose(layout, "float64")
             if twin is not None and twin.fault == "dtype":  # a rounding: each precision has its own
                 return "BROKEN", self._diagnose(layout, dtype) or twin
-            return "BROKEN", twin
+            return "BROKEN", twin if twin is not None or dtype == "float64" else self._diagnose(layout, dtype)
+        if _loss(dtype) == "lossy" and math.isfinite(found.max_dlogit):
+            return "lossy by design", None
         within = found.max_dlogit <= bound and all(flip.tie for flip in found.divergences)
-        if dtype in HALVES:
+        if _loss(dtype) != "none":
             if within:
                 return "within tolerance", None
             finding = self._diagnose(layout, dtype)
@@ -282,7 +317,7 @@ class _Run:
             model = self.double if dtype == "float64" else self.single
             config = cache_config(self.config, self.streams, self.options, layout, dtype)
             build = partial(hurt_memory, self.fault)
-            lossy = dtype in HALVES
+            lossy = _loss(dtype) != "none"
             with hurt_model(self.fault, model):
                 self._findings[name] = diagnose(
                     model, config, self.streams, build, squeezes=squeezes(self.options), lossy=lossy

@@ -64,8 +64,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 # ---------------------------------------------------------------- plain
 
 
-def _encode_plain(name: str, x: Tensor) -> tuple[Tensor, ...]:
-    return (x.to(getattr(torch, name)),)
+def _encode_plain(stored: torch.dtype, x: Tensor) -> tuple[Tensor, ...]:
+    return (x.to(stored),)
 
 
 def _decode_plain(arrays: Arrays, dtype: torch.dtype) -> Tensor:
@@ -172,7 +172,7 @@ def _decode_channel(bits: int, arrays: Arrays, dtype: torch.dtype) -> Tensor:
 
 CODECS = {
     **{
-        name: Codec(partial(_encode_plain, name), _decode_plain)
+        name: Codec(partial(_encode_plain, getattr(torch, name)), _decode_plain)
         for name in ("float64", "float32", "bfloat16", "float16")
     },
     "fp8-e4m3": Codec(partial(_encode_fp8, "fp8-e4m3"), _decode_e4m3),

@@ -83,10 +83,54 @@ def test_the_notes_example_is_three_gibibytes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "payload", "scales"),
+    [("float32", 256, 0), ("fp8-e4m3", 64, 0), ("int8", 64, 4), ("int4", 32, 8)],
+)
+def test_a_head_of_64_in_every_format(name: str, payload: int, scales: int) -> None:
+    config = CacheConfig(rows=1, capacity=64, keys=name)
+    (group,) = groups([MixerSpec(True, None, 1, 64, 64)], config)
+    size = group_bytes(group)
+    assert (size.per_token_payload, size.per_token_scales) == (payload + 256, scales)
+    (group,) = groups([MixerSpec(True, None, 1, 64, 64)], CacheConfig(rows=1, capacity=64, dtype=name))
+    assert group_bytes(group).per_token_payload == 2 * payload
+
+
+@pytest.mark.parametrize(("name", "most"), [("int8", 0.27), ("int4", 0.16), ("fp8-e4m3", 0.25), ("fp8-e5m2", 0.25)])
+def test_what_a_format_takes_of_float32_scales_included(name: str, most: float) -> None:
+    for dim, kv_heads in ((64, 3), (128, 8)):
+        mixer = MixerSpec(True, None, kv_heads, dim, dim)
+        packed, plain = (
+            group_bytes(groups([mixer] * 5, CacheConfig(rows=4, capacity=1024, dtype=dtype))[0])
+            for dtype in (name, "float32")
+        )
+        assert packed.payload + packed.scales <= most * plain.payload
+
+
+def test_channels_by_hand() -> None:
+    (group,) = groups([MixerSpec(True, None, 1, 64, 64)], CacheConfig(rows=1, capacity=64, block_size=16))
+    size = group_bytes(group._replace(keys="int4-channel", values="int4"))
+    assert size.payload == group.blocks * 16 * (32 + 32)
+    assert size.scales == group.blocks * (64 * (2 + 2) + 16 * (4 + 4))
+    assert size.per_token_scales == (256 + 128) // 16
+
+
+def test_int4_needs_pairs() -> None:
+    odd = MixerSpec(True, None, 2, 8, 7)
+    with pytest.raises(ConfigError, match=r"values: int4 packs two numbers into a byte, and the values of layer 1"):
+        groups([FULL, odd], CacheConfig(capacity=8, values="int4"))
+    assert groups([FULL, odd], CacheConfig(capacity=8, keys="int4", values="int8"))[1].values == "int8"
+
+
+@pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"layout": "page"}, "cache.layout: 'page' .did you mean 'paged'"),
         ({"dtype": "bfloat"}, "cache.dtype: 'bfloat' .did you mean 'bfloat16'"),
+        ({"keys": "int9"}, "cache.keys: 'int9' .did you mean 'int8'"),
+        ({"values": "fp8-e4m2"}, "cache.values: 'fp8-e4m2' .did you mean 'fp8-e"),
+        ({"values": "int4-channel"}, "cache.values: int4-channel is for keys.*cache.values='int4'"),
+        ({"keys": "int4-channel"}, "cache.keys: int4-channel packs whole blocks, which comes with levels"),
+        ({"dtype": "int8-channel", "values": "int8"}, "cache.dtype: int8-channel packs whole blocks"),
         ({"rows": 0}, "cache.rows: must be at least 1, found 0"),
         ({"capacity": -3}, "cache.capacity: must be at least 1, found -3"),
         ({"chunk": 0}, "cache.chunk"),

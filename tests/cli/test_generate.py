@@ -318,3 +318,14 @@ def test_help_and_usage_errors_do_not_import_torch():
     ):
         ran = kvad_process(*arguments, code="import atexit\natexit.register(lambda: print('torch' in sys.modules))")
         assert ran.returncode == code and ran.stdout.endswith("False\n"), ran
+
+
+def test_the_cache_may_be_stored_in_formats_of_its_own(kvad, model):
+    asked = ("generate", model, "hey you there", "--max-tokens", 6, *GREEDY, "--stats")
+    ran = kvad(*asked, "--cache-dtype", "int8", "--cache-values", "int4")
+    assert ran.code == 0 and ran.out and "in int8/int4, " in ran.err and "of it scales" in ran.err
+    assert "in float32\n" in kvad(*asked).err
+    found = json.loads(kvad(*asked, "--cache-keys", "fp8-e4m3", "--json").out)["stats"]["cache"][0]
+    assert (found["stored"], found["scale_bytes"]) == ("fp8-e4m3/float32", 0)
+    refused = kvad(*asked, "--cache-keys", "int8-channel")
+    assert refused.code == 2 and "comes with levels of precision" in refused.err and "'int8'" in refused.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -63,18 +64,31 @@ def test_a_request_with_nan_logits_fails_alone_and_its_blocks_are_never_publishe
     assert again == tokens(run(alone)[3, 0])
 
 
-def test_the_blocks_of_a_failed_row_are_clean_for_the_next() -> None:
-    """One seat, one row's worth of blocks: the next row takes the very blocks in which NaN was written."""
+@pytest.mark.parametrize("dtype", ["float64", "fp8-e4m3", "fp8-e5m2", "int8", "int4"])
+def test_the_blocks_of_a_failed_row_are_clean_for_the_next(dtype: str) -> None:
+    """One seat, one row's worth of blocks: the next row takes the very blocks in which NaN was written, whatever the
+    format."""
     model = poisoned_model()
-    engine = Engine(model, CacheConfig(dtype="float64", rows=1, capacity=24, block_size=4, chunk=24))
+    engine = Engine(model, CacheConfig(dtype=dtype, rows=1, capacity=24, block_size=4, chunk=24))
     engine.submit([POISONED] * 10, GREEDY)
     assert run(engine)[0, 0][-1].finish == "error"
-    assert any(store.data.isnan().any() for store in engine.memory.keys)
+    blocks, offsets = torch.arange(8).repeat_interleave(4), torch.arange(4).repeat(8)
+    assert any(store.at(blocks, offsets, torch.float64).isnan().any() for store in engine.memory.keys)
     engine.submit([5, 6, 7], GREEDY)
     after = tokens(run(engine)[1, 0])
-    fresh = Engine(model, CACHE)
+    fresh = Engine(model, dataclasses.replace(CACHE, dtype=dtype))
     fresh.submit([5, 6, 7], GREEDY)
     assert after == tokens(run(fresh)[0, 0])
+
+
+def test_a_prefix_s_root_covers_the_formats() -> None:
+    model = build(model_config())
+    said = [{"dtype": "int8"}, {"dtype": "int4"}, {"keys": "int8"}, {"values": "int8"}]
+    said.append({"keys": "int8", "values": "int4"})
+    asked = [CacheConfig(rows=1, capacity=24, block_size=4, **each) for each in said]  # type: ignore[arg-type]
+    assert len({Engine(model, cache)._root([1, 2], GREEDY, "") for cache in asked}) == len(asked)
+    same = CacheConfig(rows=1, capacity=24, block_size=4, keys="int8", values="int8")
+    assert Engine(model, same)._root([1, 2], GREEDY, "") == Engine(model, asked[0])._root([1, 2], GREEDY, "")
 
 
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])

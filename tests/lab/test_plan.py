@@ -98,7 +98,7 @@ def test_parts_of_names():
 CACHES = [
     cache(layout=layout, dtype=dtype, **more)
     for (layout, dtype), more in itertools.product(
-        itertools.product(("paged", "contiguous"), DTYPE_BYTES),
+        itertools.product(("paged", "contiguous"), (*DTYPE_BYTES, "int8", "fp8-e5m2")),
         (
             {"source_capacity": 33},
             {"rows": 1, "source_capacity": 1},
@@ -208,6 +208,19 @@ BOUNDED = {
     "paged": (middling(Attention(8, 4)), {}, "float32"),
     "contiguous": (middling(Attention(8, 4)), {"layout": "contiguous"}, "float32"),
     "one row in place": (middling(Attention(8, 4)), {"layout": "contiguous", "rows": 1}, "float32"),
+    "int8": (middling(Attention(8, 4)), {"dtype": "int8"}, "float32"),
+    "int4, half": (middling(Attention(8, 4)), {"dtype": "int4"}, "bfloat16"),
+    "fp8, half": (middling(Attention(8, 4)), {"dtype": "fp8-e4m3"}, "bfloat16"),
+    "int8 and int4 in place": (
+        middling(Attention(8, 4)),
+        {"layout": "contiguous", "rows": 1, "keys": "int8", "values": "int4"},
+        "float32",
+    ),
+    "pair, int4, long sources": (
+        middling_pair(Attention(8, 4)),
+        {"capacity": 8, "source_capacity": 900, "dtype": "int4"},
+        "bfloat16",
+    ),
     "widened": (middling(Attention(8, 4)), {"dtype": "bfloat16"}, "float32"),
     "half": (middling(Attention(8, 4)), {"dtype": "bfloat16"}, "bfloat16"),
     "window": (middling(Attention(8, 4, window=64)), {}, "float32"),
@@ -424,7 +437,7 @@ def test_json_says_what_was_planned(capsys):
     plan = plan_memory(shape("mistral-7b"), CacheConfig(rows=2, capacity=8192, dtype="bfloat16"))
     assert found["bytes"]["total"] == plan.total and found["bytes"]["pool"] == plan.pool
     assert found["groups"][0]["window"] == 4096 and found["groups"][0]["blocks_per_row"] == 289
-    assert found["groups"][0]["per_token"] == {"payload": 32 * 8 * 256 * 2, "columns": 8}
+    assert found["groups"][0]["per_token"] == {"payload": 32 * 8 * 256 * 2, "scales": 0, "columns": 8}
     assert found["speeds"][1]["tokens_per_second"] == pytest.approx(2 * 1e10 / step_bytes(plan, 2, 8192))
     assert found["fit"]["largest"][-1]["bytes"] <= found["fit"]["bytes"] == 40 * GIB
     assert found["bandwidth_measured"] is False
@@ -438,6 +451,28 @@ def test_the_page_says_it_too(capsys):
         assert f" {number:,} " in out
     assert "group 0: 13 layers, window 4,096" in out and "group 1: 13 layers, full attention" in out
     assert "20.0 GB/s (as given)" in out and "tokens each" in out and max(map(len, out.splitlines())) <= 120
+
+
+def test_formats_of_keys_and_values_are_planned_apart(capsys):
+    asked = ("llama-3-8b", "--context", "8192", "--rows", "2", "--weights-dtype", "bfloat16", "--bandwidth", "20")
+    found = as_json(capsys, *asked, "--cache-keys", "int8", "--cache-values", "int4")
+    cached, (group,) = found["cache"], found["groups"]
+    assert (cached["dtype"], cached["keys"], cached["values"]) == ("bfloat16", "int8", "int4")
+    heads = 32 * 8
+    assert group["per_token"] == {"payload": heads * (128 + 64), "scales": heads * (4 + 8), "columns": 8}
+    assert found["bytes"]["payload"] == 2 * 8192 * heads * 192 and found["bytes"]["scales"] == 2 * 8192 * heads * 12
+    assert found["bytes"]["pool"] == sum(found["bytes"][name] for name in ("payload", "scales", "columns", "reserved"))
+    _, out, _ = run(capsys, *asked, "--dtype", "int8", "--cache-values", "int4")
+    assert "int8 keys and int4 values of the rows asked, exact" in out and "cache scales" in out
+    assert "payload 49,152, scales 3,072, columns 8" in out
+    plain = run(capsys, *asked)[1]
+    assert "scales" not in plain and "bfloat16 keys and values" in plain
+
+
+@pytest.mark.parametrize("flag", ["--dtype", "--cache-keys", "--cache-values"])
+def test_an_unknown_format_names_its_flag(capsys, flag):
+    code, _, err = run(capsys, "gpt2", flag, "int9")
+    assert code == 2 and f"{flag}: unknown dtype 'int9'" in err and "did you mean 'int8'" in err
 
 
 def test_what_does_not_fit_is_said_and_is_no_error(capsys, monkeypatch):

@@ -112,6 +112,36 @@ def test_lossy_by_design():
     assert all(m.max_dlogit > m.tolerance for m in report.memories if m.dtype == "bfloat16")
 
 
+@pytest.mark.parametrize("stored", ["int8", "int4", "fp8-e4m3", "fp8-e5m2", "int8/int4", "float32/int8"])
+def test_a_lossy_format_is_never_called_exact(stored):
+    """Its structure is: beside the model whose keys and values go through it."""
+    report = run(tiny(), dataclasses.replace(OPTIONS, dtypes=("float32", stored)))
+    assert [m.verdict for m in report.memories] == ["exact", "lossy by design"] * 2 and not report.broken
+    for memory in report.memories[1::2]:
+        assert memory.structure <= EXACT and memory.max_dlogit > 1e-4 and memory.kl_mean > 0
+    assert report.verdict().endswith(f"lossy by design (paged {stored}, contiguous {stored})")
+
+
+@pytest.mark.parametrize("stored", ["int8", "int4"])
+@pytest.mark.parametrize("fault", ["table", "cursor", "layer", "neighbour", "dtype", "mask", "scale"])
+def test_a_fault_under_a_lossy_format_is_broken_and_named(fault, stored):
+    report = run(tiny(), dataclasses.replace(OPTIONS, dtypes=(stored,), layouts=("paged",)), fault=fault)
+    (memory,) = report.memories
+    assert memory.verdict == "BROKEN" and memory.structure > EXACT and memory.finding.fault == fault
+
+
+def test_a_lossy_memory_that_loses_its_scales_is_broken(monkeypatch):
+    """No float64 twin has scales to lose: the format's own structure shows it."""
+    from kvad.cache.store import Store
+
+    def without_scales(self, source, target):
+        self.data[target] = self.data[source]
+
+    monkeypatch.setattr(Store, "copy", without_scales)
+    options = dataclasses.replace(OPTIONS, dtypes=("float64", "int8"), layouts=("paged",))
+    assert [m.verdict for m in run(tiny(), options).memories] == ["exact", "BROKEN"]
+
+
 @pytest.mark.parametrize("deep", [0, 2])
 def test_an_overflow_is_broken_and_named(deep):
     """float16 ends at 65,504: such a model cannot be cached in it, and that is no tolerable loss."""
@@ -222,7 +252,7 @@ def test_the_page(checkpoint, capsys):
 def test_json_holds_everything(checkpoint, capsys):
     assert main(["verify", checkpoint, *SMALL, "--json", "--layout", "paged", "--dtype", "float32,bfloat16"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["broken"] is False and found["injected"] is None and len(found["rules"]) == 7
+    assert found["broken"] is False and found["injected"] is None and len(found["rules"]) == 8
     assert [(m["layout"], m["dtype"]) for m in found["memories"]] == [("paged", "float32"), ("paged", "bfloat16")]
     first = found["memories"][0]
     assert first["verdict"] == "exact" and first["structure"] <= EXACT and first["happened"]["hit_tokens"] > 0
