@@ -90,7 +90,7 @@ class Reading:
             return self._allows(low, high)
         if self._visible is None:
             self._visible = self._allows(0, self.shape[1])
-        return self._visible[:, :, low:high]
+        return self._visible if high - low == self.shape[1] else self._visible[:, :, low:high]
 
     def _allows(self, low: int, high: int) -> Tensor:
         queries = _cut(self.queries, low, high)
@@ -200,12 +200,8 @@ def _finite(x: Tensor) -> bool:
 def _fused(q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low: int, high: int, lse: bool) -> Attended:
     rows, new, heads, _ = q.shape
     seen = mask = reading.visible(low, high)
-    wide = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
-    added = reading.added(score, heads, wide, low, high)
-    if added is not None:
-        mask = added.masked_fill(~_of_heads(seen, added.shape[1]), -math.inf)
-    elif lse:
-        mask = torch.zeros_like(seen, dtype=wide).masked_fill_(~seen, -math.inf)
+    if lse or score.bias is not None or reading.weight is not None:
+        mask = _as_bias(q, reading, score, low, high)
     laid = _laid(q, k, v, mask)
     if lse:
         out, total = _sdpa_with_lse(*laid, score.scale)
@@ -213,7 +209,19 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low:
         total = total.reshape(rows, heads, new).masked_fill(blind, -math.inf)
     else:
         out, total = _sdpa(*laid, score.scale), None
-    return Attended(out.reshape(rows, heads, new, -1).transpose(1, 2), lse=total)
+    out = out.reshape(rows, 1, heads, -1) if new == 1 else out.reshape(rows, heads, new, -1).transpose(1, 2)
+    return Attended(out, lse=total)
+
+
+def _as_bias(q: Tensor, reading: Reading, score: Score, low: int, high: int) -> Tensor:
+    """[R, 1, K or H, queries, S]: what is added to the logits, -inf where a key is not to be seen."""
+    seen, wide = reading.visible(low, high), q.dtype
+    if q.device.type == "cpu":
+        wide = torch.promote_types(wide, torch.float32)
+    added = reading.added(score, q.shape[2], wide, low, high)
+    if added is None:
+        return torch.zeros_like(seen, dtype=wide).masked_fill_(~seen, -math.inf)
+    return added.masked_fill(~_of_heads(seen, added.shape[1]), -math.inf)
 
 
 def _laid(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
