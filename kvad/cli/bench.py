@@ -1,4 +1,4 @@
-"""``kvad bench cache MODEL``: what the KV cache is worth, timed and counted.
+"""``kvad bench cache MODEL``: what the KV cache is worth, timed and counted.  (``quality.py`` has the other benches.)
 
 Numbers go to stdout, progress to stderr; ``--out`` keeps the JSON line and a figure.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from kvad.cli.common import emit_json, format_bytes, json_line, json_option, model_argument
+from kvad.cli.quality import cache_quality, endless
 from kvad.cli.running import format_options, formats_asked
 from kvad.errors import RequestError, UsageError
 
@@ -27,11 +28,17 @@ TOKENS = (64, 128, 256, 512)
 
 @click.group()
 def bench() -> None:
-    """Time a model, with its cache and without.
+    """Time a model, with its cache and without; measure what a cache that forgets costs.
 
     \b
     kvad bench cache runs/demo
+    kvad bench cache-quality runs/lookup-cpu
+    kvad bench endless runs/endless-rope
     """
+
+
+bench.add_command(cache_quality)
+bench.add_command(endless)
 
 
 @bench.command()

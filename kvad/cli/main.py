@@ -30,6 +30,7 @@ __all__ = ["COMMANDS", "LazyGroup", "cli", "explain", "main"]
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("kvad.cli.demo:demo", "Train a small model here and now, and prove its cache."),
+    "corpus": ("kvad.cli.corpus:corpus", "Make texts to train on that every machine can make."),
     "train": ("kvad.cli.train:train", "Train a model on text files."),
     "generate": ("kvad.cli.generate:generate", "Continue a prompt."),
     "chat": ("kvad.cli.chat:chat", "Talk with a model."),
@@ -44,7 +45,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("kvad.cli.importing:export_command", "Make a Hugging Face folder of a checkpoint."),
     "plan": ("kvad.cli.plan:plan", "How much memory will it take? Nothing is loaded."),
     "verify": ("kvad.cli.verify:verify", "Prove that the cache changes nothing."),
-    "bench": ("kvad.cli.bench:bench", "Time a model, with its cache and without."),
+    "bench": ("kvad.cli.bench:bench", "Time a cache, and measure what one that forgets costs."),
     "inspect": ("kvad.cli.inspect:inspect", "What is in a checkpoint; draw its attention."),
     "doctor": ("kvad.cli.doctor:doctor", "Look a checkpoint over: is it whole, does it fit together?"),
     "plot": ("kvad.cli.plot:plot", "Draw figures from JSON lines."),

@@ -19,7 +19,7 @@ from kvad.errors import DataError, SaveError, UsageError, nearest
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Series", "draw", "draw_loss", "plot_metrics", "read_lines", "series_of"]
+__all__ = ["Grid", "Series", "draw", "draw_grids", "draw_loss", "plot_metrics", "read_lines", "series_of"]
 
 ENDINGS = (".png", ".svg", ".pdf")
 RC = {"svg.fonttype": "none", "svg.hashsalt": "kvad", "font.size": 9.0, "axes.spines.top": False}
@@ -34,6 +34,16 @@ class Series:
     y: Sequence[float]
     dots: bool = False
     faint: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A heat map: ``values[row][column]`` from 0 to 1 (None: not measured) over the names of its columns and rows."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[str]
+    values: Sequence[Sequence[float | None]]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -112,9 +122,7 @@ def draw(
     Raises UsageError for an ending that is none of ENDINGS, SaveError if the disk refuses, ModuleNotFoundError where
     matplotlib is not installed.
     """
-    for path in out:
-        if path.suffix not in ENDINGS:
-            raise UsageError(f"{path}: figures end in {', '.join(ENDINGS)}")
+    _check_endings(out)
     if not any(len(one.x) for one in series):
         raise DataError("there is nothing to draw")
     import matplotlib as mpl
@@ -124,6 +132,51 @@ def draw(
         for path in out:
             _write(figure, path)
     return list(out)
+
+
+def draw_grids(
+    grids: Sequence[Grid], out: Sequence[Path], *, across: int, title: str = "", x_label: str = "", y_label: str = ""
+) -> list[Path]:
+    """Draw heat maps into every file of ``out``, ``across`` in a row, each cell with its number.  Raises as `draw`."""
+    _check_endings(out)
+    if not grids:
+        raise DataError("there is nothing to draw")
+    import matplotlib as mpl
+
+    with mpl.rc_context(RC):  # type: ignore[arg-type]
+        figure = _heat_maps(grids, across, title, x_label, y_label)
+        for path in out:
+            _write(figure, path)
+    return list(out)
+
+
+def _heat_maps(grids: Sequence[Grid], across: int, title: str, x_label: str, y_label: str) -> Figure:
+    from matplotlib.figure import Figure
+
+    down = -(-len(grids) // across)
+    wide, high = 0.5 * len(grids[0].columns) + 0.6, 0.32 * len(grids[0].rows) + 0.5
+    figure = Figure(figsize=(max(4.0, wide * across + 0.8), high * down + 0.9), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    for number, place in enumerate(axes.flat):
+        if number >= len(grids):
+            place.set_axis_off()
+            continue
+        grid = grids[number]
+        values = [[math.nan if value is None else value for value in row] for row in grid.values]
+        place.pcolormesh(values, cmap="RdYlGn", vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
+        for row, line in enumerate(grid.values):
+            for column, value in enumerate(line):
+                text = "" if value is None else f"{value:.2f}".removeprefix("0")
+                place.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=6)
+        place.set_xticks([at + 0.5 for at in range(len(grid.columns))], grid.columns, fontsize=6)
+        place.set_yticks([at + 0.5 for at in range(len(grid.rows))], grid.rows, fontsize=6)
+        place.set_title(grid.name, fontsize=8)
+        place.tick_params(length=0)
+    axes[0][0].invert_yaxis()
+    figure.suptitle(title, fontsize=9)
+    figure.supxlabel(x_label, fontsize=8)
+    figure.supylabel(y_label, fontsize=8)
+    return figure
 
 
 def draw_loss(metrics: Path, out: Sequence[Path], *, title: str = "") -> list[Path]:
@@ -137,6 +190,12 @@ def draw_loss(metrics: Path, out: Sequence[Path], *, title: str = "") -> list[Pa
     held = Series("validation", [e["step"] for e in evals], [e["val_loss"] for e in evals], dots=True)
     last = f"validation {evals[-1]['val_loss']:.3f} after {evals[-1]['step']:,} steps" if evals else ""
     return draw([raw, held], out, title=title or last, x_label="step", y_label="loss (nats per token)")
+
+
+def _check_endings(out: Sequence[Path]) -> None:
+    for path in out:
+        if path.suffix not in ENDINGS:
+            raise UsageError(f"{path}: figures end in {', '.join(ENDINGS)}")
 
 
 def plot_metrics(run: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 A run file has four tables::
 
     [model]       a whole ModelConfig, or preset = "small" and what differs from it; vocab and limit may be left out
-    [data]        context, suffixes, errors, validation, order           DataConfig
+    [data]        context, suffixes, documents, errors, validation, ...   DataConfig
     [tokenizer]   kind, path, vocab_size, ...                            TokenizerConfig
     [train]       steps, minutes, batch, lr, ...                         TrainConfig
 
@@ -34,6 +34,8 @@ FREE = ("train.log_every", "train.eval_every", "train.save_every", "train.keep")
 class DataConfig:
     """``context``: tokens of a training row.  ``suffixes``: which files of a folder (none: all that are text).
 
+    ``documents``: whether every file is one, or every line that is not empty.
+
     ``errors``: what to do with bytes that are not UTF-8.  ``validation``: share of the tokens held out.  ``order``:
     ``epochs`` cuts the corpus into rows, each seen once per epoch, at a new offset every epoch; ``windows`` draws the
     start of every row at random (nanoGPT's way).
@@ -41,6 +43,7 @@ class DataConfig:
 
     context: int = 256
     suffixes: tuple[str, ...] = ()
+    documents: Literal["files", "lines"] = "files"
     errors: Literal["strict", "replace"] = "strict"
     validation: float = 0.1
     order: Literal["epochs", "windows"] = "epochs"

@@ -1,4 +1,4 @@
-"""Files and folders -> documents, one per file, in a fixed order.
+"""Files and folders -> documents, one per file or one per line, in a fixed order.
 
 A folder is read recursively, its files sorted by path; hidden ones are left out, and so are binary and empty ones,
 unless they were named.  A file is text if it begins without a zero byte; it must be UTF-8, or ``errors="replace"`` puts
@@ -39,11 +39,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Corpus:
-    """``skipped``: binary and empty files of the folders that were named."""
+    """``skipped``: binary and empty files of the folders that were named.  ``lines``: every line that is not empty is
+    a document, not every file."""
 
     sources: tuple[Source, ...]
     skipped: int
     errors: str
+    lines: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -52,11 +54,16 @@ class Corpus:
     def texts(self) -> Iterator[str]:
         """The documents in order; may be called again.  Raises DataError naming file and byte."""
         for source in self.sources:
-            yield read_text(source.path, self.errors)
+            text = read_text(source.path, self.errors)
+            if self.lines:
+                yield from (line for line in text.splitlines() if line.strip())
+            else:
+                yield text
 
     def settings(self) -> dict[str, Any]:
         """What decides the texts, and how they are framed."""
-        return {"errors": self.errors, "sources": [source.entry() for source in self.sources]}
+        lines = {"documents": "lines"} if self.lines else {}
+        return {"errors": self.errors, "sources": [source.entry() for source in self.sources], **lines}
 
     def framer(self, tokenizer: Tokenizer) -> Framer:
         """Every document is opened by the separator.  Raises DataError for a tokenizer that has none."""
@@ -73,7 +80,9 @@ class Corpus:
         return f"corpus: {counted(len(self.sources), 'file')}, {self.num_bytes / 1e6:,.1f} MB{skipped}"
 
 
-def open_corpus(paths: Sequence[Path], *, suffixes: Sequence[str] = (), errors: str = "strict") -> Corpus:
+def open_corpus(
+    paths: Sequence[Path], *, suffixes: Sequence[str] = (), errors: str = "strict", lines: bool = False
+) -> Corpus:
     """Find the files and hash them.
 
     Raises DataError for a path that is missing, unreadable, binary or empty, and for a corpus without text.
@@ -95,7 +104,7 @@ def open_corpus(paths: Sequence[Path], *, suffixes: Sequence[str] = (), errors: 
         which = f" ending in {', '.join(suffixes)}" if suffixes else ""
         where = ", ".join(map(str, paths))
         raise DataError(f"no text files{which} in {where}", counted(skipped, "empty or binary one") if skipped else "")
-    return Corpus(tuple(sources), skipped, errors)
+    return Corpus(tuple(sources), skipped, errors, lines)
 
 
 def read_text(path: Path, errors: str = "strict") -> str:

@@ -67,9 +67,12 @@ class Material:
         if isinstance(named, PairPaths):
             if config.data.suffixes:
                 raise ConfigError("data.suffixes: pairs come from files that are named", "leave --suffix out")
+            if config.data.documents == "lines":
+                raise ConfigError("data.documents: pairs are lines anyway", "leave it out")
             self.texts = open_pairs(named, config.data.errors)
         else:
-            self.texts = open_corpus(named, suffixes=config.data.suffixes, errors=config.data.errors)
+            lines = config.data.documents == "lines"
+            self.texts = open_corpus(named, suffixes=config.data.suffixes, errors=config.data.errors, lines=lines)
         tell(self.texts.told())
 
     def make_tokenizer(self) -> Tokenizer:

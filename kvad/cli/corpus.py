@@ -1,0 +1,91 @@
+"""``kvad corpus lookup|python DIR``: texts to train on that every machine can make, the same each time.  No torch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from kvad.cli.common import emit_json, format_bytes, json_option
+from kvad.errors import UsageError
+
+__all__ = ["corpus"]
+
+folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+
+
+@click.group()
+def corpus() -> None:
+    """Make texts to train on: a language of look-ups, or this Python's own sources.
+
+    \b
+    kvad corpus lookup data/lookup
+    kvad corpus python data/python
+    """
+
+
+@corpus.command()
+@folder
+@click.option("--words", type=int, default=4_000_000, show_default=True, help="In all.")
+@click.option("--longest", type=int, default=511, show_default=True, help="Words of a text.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@json_option
+def lookup(folder: Path, words: int, longest: int, seed: int, as_json: bool) -> None:
+    """Texts whose questions can only be answered by looking back: bindings, noise and questions, a text a line.
+
+    \b
+    kvad corpus lookup data/lookup
+    kvad train data/lookup --config runs/lookup-cpu.toml --out runs/lookup-cpu
+    """
+    from kvad.lab.lookup import SHORTEST, episodes
+    from kvad.text.base import write_text
+
+    if longest < SHORTEST or words < 1:
+        raise UsageError(f"--words {words}, --longest {longest}: one word at least, and texts of {SHORTEST}")
+    _check_free(folder)
+    texts = list(episodes(words, longest, seed))
+    write_text(folder / "texts.txt", "\n".join(texts) + "\n")
+    size = (folder / "texts.txt").stat().st_size
+    if as_json:
+        emit_json({"folder": folder, "texts": len(texts), "bytes": size, "words": words, "seed": seed})
+    else:
+        click.echo(f"{folder / 'texts.txt'}: {len(texts):,} texts, {format_bytes(size)}")
+
+
+@corpus.command()
+@folder
+@json_option
+def python(folder: Path, as_json: bool) -> None:
+    """The sources of this Python's library: DIR/train, and DIR/held-out for a tenth of the files, by their names.
+
+    What the benches read by default is that tenth, so a model trained on DIR/train has not seen it.
+
+    \b
+    kvad corpus python data/python
+    kvad train data/python/train --config runs/endless-rope.toml --out runs/endless-rope
+    """
+    from kvad.lab.sources import find_sources, is_held_out
+
+    _check_free(folder)
+    sources = find_sources()
+    sizes = {"train": 0, "held-out": 0}
+    for path in sources.files:
+        name = path.relative_to(sources.root).as_posix()
+        part = "held-out" if is_held_out(name) else "train"
+        target = folder / part / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        sizes[part] += target.stat().st_size
+    if as_json:
+        emit_json({"folder": folder, "what": sources.what, "files": len(sources.files), "bytes": sizes})
+    else:
+        click.echo(f"{sources.what}: {len(sources.files):,} files")
+        for part, size in sizes.items():
+            click.echo(f"{folder / part}: {format_bytes(size)}")
+
+
+def _check_free(folder: Path) -> None:
+    """What is there is somebody's: it is not mixed with what is made."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is not empty", "choose another folder, or remove it")

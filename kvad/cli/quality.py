@@ -1,0 +1,420 @@
+"""``kvad bench cache-quality MODEL`` and ``kvad bench endless MODEL``: what a cache that forgets costs.
+
+Numbers go to stdout, progress and notes to stderr; ``--out`` keeps the lines as they come, and the figures.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kvad.cli.common import emit_json, json_line, json_option, model_argument
+from kvad.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from kvad.lab.endless import Endless
+    from kvad.lab.plot import Grid, Series
+    from kvad.lab.quality import Options
+    from kvad.lab.quality_run import Result, Row
+    from kvad.lab.tasks import Language
+    from kvad.lab.variants import Variant
+    from kvad.llm import LLM
+    from kvad.text.tokenizer import Tokenizer
+
+__all__ = ["cache_quality", "endless"]
+
+T = TypeVar("T")
+LONGEST = 2048  # of the default lengths
+TEXT_HELP = "A text file to read, more than one in order.  [default: held-out sources of this Python's library]"
+
+
+@click.command("cache-quality")
+@model_argument
+@click.option("--caches", metavar="NAME,...", help="[default: all that this build has; full is always among them]")
+@click.option("--ratios", default="0.25,0.5,0.75,0.875", show_default=True, help="Shares of the cache to drop.")
+@click.option("--kinds", default="single,many,chain", show_default=True, help="Tasks: a needle, one of many, a chain.")
+@click.option("--lengths", metavar="N,...", help="Tokens of a task.  [default: 1/8 to all of the limit, 2048 at most]")
+@click.option("--depths", default="0,0.25,0.5,0.75,1", show_default=True, help="Where the needle stands.")
+@click.option("--tasks", type=int, default=8, show_default=True, help="Of each length and depth.")
+@click.option("--texts", type=int, default=8, show_default=True, help="Rows of text for the perplexity; 0: none.")
+@click.option("--text-length", type=int, help="Tokens of such a row.  [default: the longest of the lengths]")
+@click.option("--text", "files", multiple=True, type=click.Path(path_type=Path), help=TEXT_HELP)
+@click.option("--language", type=click.Choice(["auto", "lookup", "english"]), default="auto", show_default=True)
+@click.option(
+    "--asked", type=click.Choice(["in-prompt", "after"]), default="in-prompt", show_default=True, help="The question."
+)
+@click.option("--chunk", type=int, default=64, show_default=True, help="Tokens of a row in one step.")
+@click.option("--rows", type=int, default=8, show_default=True, help="Tasks at a time.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the tasks.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="A folder for lines and figures; found there, gone on from."
+)
+@click.option("--overwrite", is_flag=True, help="Let what --out holds give way.")
+@json_option
+def cache_quality(
+    model: Path,
+    caches: str | None,
+    ratios: str,
+    kinds: str,
+    lengths: str | None,
+    depths: str,
+    files: tuple[Path, ...],
+    language: str,
+    text_length: int | None,
+    out: Path | None,
+    overwrite: bool,
+    as_json: bool,
+    **counts: Any,
+) -> None:
+    """What is lost with a part of the cache: perplexity, KL, needles, chains of variables.
+
+    The model without a cache is the judge. Where the full cache itself does not find what was hidden, the bench says so
+    and nothing else: train a model that looks keys up with runs/lookup-cpu.toml, or ask a larger one.
+
+    \b
+    kvad bench cache-quality runs/lookup-cpu --out runs/quality
+    kvad bench cache-quality runs/lookup-cpu --caches window,snapkv,random --ratios 0.5,0.875 --asked after
+    kvad bench cache-quality MODEL --language english --lengths 512,1024 --kinds single --json
+    """
+    from kvad.lab.quality_run import bench_quality
+    from kvad.lab.variants import known_variants, variants_of
+    from kvad.llm import LLM
+
+    names = known_variants() if caches is None else caches.split(",")
+    variants = variants_of(names, _numbers("--ratios", ratios, float))
+    with LLM.load(model, rows=1) as llm:
+        _needs_decoder(llm, "cache-quality")
+        limit = llm.model.config.limit
+        wanted = _default_lengths(limit) if lengths is None else _numbers("--lengths", lengths, int)
+        row = text_length or max(wanted)
+        options = _options(kinds, wanted, _numbers("--depths", depths, float), row, counts)
+        spoken = _language(language, llm, files)
+        opening = _opening(llm.tokenizer)
+        texts = _rows(spoken, files, opening, options.texts, row)
+        result = bench_quality(
+            llm, variants, spoken, texts, options, model=str(model), out=out, overwrite=overwrite, progress=_progress
+        )
+    _clear()
+    for path in [] if out is None else _figures(result, out):
+        click.echo(f"kvad: figure: {path}", err=True)
+    for note in result.notes:
+        click.echo(f"kvad: {note}", err=True)
+    if as_json:
+        emit_json(result)
+    else:
+        click.echo("\n".join(quality_lines(result)))
+
+
+@click.command()
+@model_argument
+@click.option(
+    "--cache", default="sinks", show_default=True, help="Which cache, with as many tokens as the model's limit."
+)
+@click.option("--policy", help="The cache's policy in full, as in 'sinks(4,252)'.  [default: --cache, at the limit]")
+@click.option("--tokens", type=int, default=100_000, show_default=True, help="Of the stream.")
+@click.option("--span", type=int, default=10_000, show_default=True, help="Tokens of which one perplexity is made.")
+@click.option("--chunk", type=int, default=16, show_default=True, help="Tokens in one step.")
+@click.option("--text", "files", multiple=True, type=click.Path(path_type=Path), help=TEXT_HELP)
+@click.option("--out", type=click.Path(path_type=Path), help="A folder for the result and a figure.")
+@json_option
+def endless(
+    model: Path,
+    cache: str,
+    policy: str | None,
+    tokens: int,
+    span: int,
+    chunk: int,
+    files: tuple[Path, ...],
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Perplexity along one endless text, span by span, beside windows that are computed anew.
+
+    Flatness is the worst span over the best, each divided by what the same tokens cost without a cache: 1 is flat.
+
+    \b
+    kvad bench endless runs/endless-rope --tokens 100000
+    kvad bench endless runs/endless-alibi --policy "sinks(4,252)" --out runs/endless-alibi/bench
+    """
+    from kvad.lab.endless import bench_endless
+    from kvad.llm import LLM
+
+    with LLM.load(model, rows=1) as llm:
+        _needs_decoder(llm, "endless")
+        variant = _endless_variant(cache, policy, llm.model.config.limit)
+        ids = _stream(llm, files, tokens)
+        result = bench_endless(llm, variant, ids, span=span, chunk=chunk, progress=_progress)
+    _clear()
+    for path in [] if out is None else _keep_endless(result, out):
+        click.echo(f"kvad: figure: {path}", err=True)
+    if as_json:
+        emit_json(result)
+    else:
+        click.echo("\n".join(endless_lines(result)))
+
+
+# ---------------------------------------------------------------- what was asked for
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
+    try:
+        return tuple(kind(number) for number in text.split(","))
+    except ValueError:
+        raise UsageError(
+            f"{option}: {text!r} is not a list of numbers", "write them like 0.25,0.5 or 128,256"
+        ) from None
+
+
+def _needs_decoder(llm: LLM, what: str) -> None:
+    if llm.model.config.kind != "decoder":
+        raise UsageError(f"kvad bench {what} judges a decoder's cache, this is an {llm.model.config.kind}")
+    if llm.tokenizer is None:
+        raise UsageError("this model came without a tokenizer, and the bench asks in words")
+
+
+def _default_lengths(limit: int) -> tuple[int, ...]:
+    longest = min(limit, LONGEST)
+    return tuple(dict.fromkeys(max(1, longest // part) for part in (8, 4, 2, 1)))
+
+
+def _options(
+    kinds: str, lengths: tuple[int, ...], depths: tuple[float, ...], row: int, counts: dict[str, Any]
+) -> Options:
+    from kvad.lab.quality import Options
+
+    asked: Any = tuple(kinds.split(",")) if kinds else ()
+    return Options(kinds=asked, lengths=lengths, depths=depths, text_length=row, **counts)
+
+
+def _language(name: str, llm: LLM, files: Sequence[Path]) -> Language:
+    from kvad.lab.tasks import language_of
+
+    assert llm.tokenizer is not None
+    return language_of(name, llm.tokenizer, lambda: _read(files), _opening(llm.tokenizer))
+
+
+def _opening(tokenizer: Tokenizer | None) -> list[int]:
+    """The token with which every text of this model began when it was trained, if there is one."""
+    assert tokenizer is not None
+    specials = tokenizer.specials
+    first = specials.separator if specials.separator is not None else specials.bos
+    return [] if first is None else [first]
+
+
+def _rows(
+    language: Language, files: Sequence[Path], opening: Sequence[int], count: int, length: int
+) -> list[list[int]]:
+    """What perplexity is measured on: the files, or held-out text in the model's own language."""
+    from kvad.lab import lookup
+    from kvad.lab.quality_run import text_rows
+
+    if files or language.name != "lookup":
+        return text_rows(language, _read(files), opening, count, length)
+    texts = [lookup.episode(length - len(opening), lookup.HELD_OUT + number) for number in range(count)]
+    return [[*opening, *language.encode(text)] for text in texts]
+
+
+def _read(files: Sequence[Path]) -> list[str]:
+    from kvad.lab.sources import find_sources, is_held_out
+    from kvad.train.corpus import read_text
+
+    if files:
+        return [read_text(path, "replace") for path in files]
+    sources = find_sources()
+    held = [path for path in sources.files if is_held_out(path.relative_to(sources.root).as_posix())]
+    return [read_text(path, "replace") for path in held]
+
+
+def _stream(llm: LLM, files: Sequence[Path], num_tokens: int) -> list[int]:
+    """So many tokens of the files, or of held-out text, as one document."""
+    assert llm.tokenizer is not None
+    if num_tokens < 2:
+        raise UsageError(f"--tokens {num_tokens}: a stream has two at least")
+    ids, opening = list[int](), _opening(llm.tokenizer)
+    for text in _read(files):
+        if len(ids) < num_tokens:
+            ids += llm.tokenizer.encode(text.rstrip() + "\n")
+    if len(ids) + len(opening) < num_tokens:
+        raise UsageError(
+            f"--tokens {num_tokens:,}: the text has {len(ids):,} tokens", "name more with --text, or ask for fewer"
+        )
+    return [*opening, *ids][:num_tokens]
+
+
+def _endless_variant(cache: str, policy: str | None, limit: int) -> Variant:
+    """A cache of as many tokens as the model's limit, by name or by its policy in full."""
+    from kvad.lab.variants import POLICIES, Variant, known_variants
+
+    if policy is None and cache not in POLICIES:
+        if cache not in known_variants():
+            raise UsageError(f"unknown cache {cache!r}", nearest(cache, [*known_variants(), *POLICIES]))
+        return Variant(cache, 0.0, lambda _length: {} if cache == "full" else {"dtype": cache})
+    said = POLICIES[cache](limit) if policy is None else policy
+    return Variant(said, 0.0, lambda _length: {"policy": said})
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def _progress(what: str, done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        click.echo(f"\r{what:<40} {done:>7,} of {total:,} ", err=True, nl=False)
+
+
+def _clear() -> None:
+    if sys.stderr.isatty():
+        click.echo(f"\r{'':<64}\r", err=True, nl=False)
+
+
+def quality_lines(result: Result) -> list[str]:
+    """The result as text: what it ran on, and a row per cache."""
+    kinds = list(result.options.kinds)
+    head = f"{'cache':<16}{'dropped':>8}{'perplexity':>12}{'times':>8}{'KL':>10}" + "".join(
+        f"{kind:>8}" for kind in kinds
+    )
+    rows = [
+        f"{row.cache:<16}{row.ratio:>8.1%}{_number(row.perplexity, 12, 3)}{_number(row.price, 8, 3)}"
+        f"{_number(row.kl, 10, 2, 'e')}" + "".join(_number(row.recall[kind], 8, 2) for kind in kinds)
+        for row in result.summary
+    ]
+    options = result.options
+    asked = "in the prompt" if options.asked == "in-prompt" else "after the prompt was read"
+    lengths = ", ".join(map(str, options.lengths))
+    model = f"{result.parameters:,} parameters, language {result.language}"
+    texts = f"{options.texts} texts of {options.text_length} tokens, in chunks of {options.chunk}"
+    legend = (
+        "dropped: share of a row's cache; times: the perplexity without a cache; KL in nats; then the recall, - = none"
+    )
+    return [
+        f"{model}; {result.machine}; commit {result.commit or 'unknown'}",
+        f"tasks of {lengths} tokens, {options.tasks} per length and depth, asked {asked}; {texts}",
+        "",
+        head,
+        *rows,
+        "",
+        legend,
+    ]
+
+
+def _number(value: float | None, width: int, digits: int, form: str = "f") -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}.{digits}{form}}"
+
+
+def endless_lines(result: Endless) -> list[str]:
+    """The result as text: a row per span, and how flat they are."""
+    rows = [
+        f"{one.start:>9,} - {one.stop:<9,}{one.perplexity:>12.3f}{one.reference:>12.3f}{one.ratio:>9.4f}"
+        for one in result.spans
+    ]
+    return [
+        f"{result.cache}: {result.tokens:,} tokens through a model of {result.limit:,}, {result.chunk} in a step",
+        f"{'tokens':^21}{'perplexity':>12}{'reference':>12}{'ratio':>9}",
+        *rows,
+        f"flatness {result.flatness:.4f} (largest ratio over smallest); of the bare perplexities {result.raw:.4f}",
+        f"in all {result.mean:.4f} times the reference, the worst span {result.worst:.4f} times",
+    ]
+
+
+# ---------------------------------------------------------------- figures
+
+
+def _figures(result: Result, out: Path) -> list[Path]:
+    """``cache-quality.json`` beside the lines; perplexity and recall against the budget, and the needle's heat maps."""
+    from kvad.lab.plot import draw, draw_grids
+    from kvad.text.base import write_text
+
+    write_text(out / "cache-quality.json", json_line(result) + "\n")
+    found = list[Path]()
+    try:
+        for name, label, series in _curves(result):
+            title = f"{name} against the share of the cache that is kept"
+            found += draw(series, _pair(out, name), title=title, x_label="share kept", y_label=label)
+        for kind in result.options.kinds:
+            grids, across = _grids(result, kind)
+            if grids:
+                title = f"recall of {kind}, by depth and length"
+                found += draw_grids(
+                    grids, _pair(out, kind), across=across, title=title, x_label="tokens", y_label="depth"
+                )
+    except ModuleNotFoundError:
+        click.echo("kvad: no figures: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
+    return found
+
+
+def _pair(out: Path, name: str) -> list[Path]:
+    return [out / f"cache-quality-{name}.png", out / f"cache-quality-{name}.svg"]
+
+
+def _curves(result: Result) -> list[tuple[str, str, list[Series]]]:
+    """(name, label, curves): one curve per cache that drops, each from the full cache's own point."""
+    from kvad.lab.plot import Series
+
+    def curves(value: Callable[[Row], float | None]) -> list[Series]:
+        full = result.summary[0]
+        found = []
+        for cache in dict.fromkeys(row.cache for row in result.summary if row.ratio):
+            rows = [row for row in (full, *result.summary) if row is full or row.cache == cache]
+            points = sorted((1 - row.ratio, y) for row in rows if (y := value(row)) is not None)
+            if len(points) > 1:
+                found.append(Series(cache, [x for x, _ in points], [y for _, y in points], dots=True))
+        return found
+
+    every = [("perplexity", "times the perplexity without a cache", curves(lambda row: row.price))]
+    every += [("kl", "KL, nats per token", curves(lambda row: row.kl))]
+    for kind in result.options.kinds:
+        every.append((f"recall-{kind}", "recall", curves(partial(_recall, kind))))
+    return [(name, label, series) for name, label, series in every if series]
+
+
+def _recall(kind: str, row: Row) -> float | None:
+    return row.recall[kind]
+
+
+def _grids(result: Result, kind: str) -> tuple[list[Grid], int]:
+    """A heat map per cache, depth down and length across; (maps, how many in a row: a policy's ratios)."""
+    from kvad.lab.plot import Grid
+
+    lines = [line for line in result.lines if line["measure"] == kind]
+    lengths, depths = sorted({line["length"] for line in lines}), sorted({line["depth"] for line in lines})
+    ratios = len({row.ratio for row in result.summary if row.ratio})
+    grids = []
+    for row in result.summary:
+        mine = {
+            (line["depth"], line["length"]): line["recall"]
+            for line in lines
+            if (line["cache"], line["ratio"]) == (row.cache, row.ratio)
+        }
+        if mine:
+            name = f"{row.cache} {row.ratio:g}" if row.ratio else row.cache
+            values = [[mine.get((depth, length)) for length in lengths] for depth in depths]
+            grids.append(Grid(name, [str(length) for length in lengths], [f"{depth:g}" for depth in depths], values))
+    return grids, max(1, min(4, ratios or len(grids)))
+
+
+def _keep_endless(result: Endless, out: Path) -> list[Path]:
+    """``bench-endless.json``, ``bench-endless.jsonl`` (a line per span) and the figure."""
+    from dataclasses import asdict
+
+    from kvad.lab.plot import Series, draw
+    from kvad.text.base import write_text
+
+    write_text(out / "bench-endless.json", json_line(result) + "\n")
+    lines = [{"what": "endless", "cache": result.cache, **asdict(one), "ratio": one.ratio} for one in result.spans]
+    write_text(out / "bench-endless.jsonl", "".join(f"{json_line(line)}\n" for line in lines))
+    x = [one.stop for one in result.spans]
+    series = [
+        Series(result.cache, x, [one.perplexity for one in result.spans], dots=True),
+        Series("windows computed anew", x, [one.reference for one in result.spans], dots=True),
+    ]
+    files = [out / "bench-endless.png", out / "bench-endless.svg"]
+    title = f"one stream through a limit of {result.limit:,}: flatness {result.flatness:.3f}"
+    try:
+        return draw(series, files, title=title, x_label="tokens", y_label="perplexity of a span")
+    except ModuleNotFoundError:
+        click.echo("kvad: no figure: matplotlib is not installed (pip install 'kvad[plot]')", err=True)
+        return []

@@ -1,0 +1,275 @@
+"""``kvad bench cache-quality``: every cache over every measure, a line of JSON as soon as it is known.
+
+The full cache comes first.  Where it does not find more than :data:`~kvad.lab.quality.ENOUGH` of what was hidden at a
+length, that length is not asked of the others and a note says so: it would say something about the model, not about a
+cache.  What was measured before, with the same weights and options, is read from the file and not measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvad.errors import DataError, SaveError, UsageError
+from kvad.lab.bench import commit, machine
+from kvad.lab.plot import read_lines
+from kvad.lab.quality import ENOUGH, Options, cells, measure, price
+from kvad.lab.tasks import Kind, Language
+from kvad.lab.variants import Variant
+from kvad.llm import LLM
+
+__all__ = ["FILE", "Lines", "Result", "Row", "bench_quality", "digest", "text_rows"]
+
+FILE = "cache-quality.jsonl"
+Line = dict[str, Any]
+Progress = Callable[[str, int, int], None]  # (what, cells done, of so many)
+
+
+class Lines:
+    """Lines of one bench, kept in ``path`` as they come (None: in memory only)."""
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any], *, overwrite: bool = False) -> None:
+        """Raises UsageError for a file of another model or other options, DataError for one that is no such file."""
+        self.path, self.settings, self.lines = path, dict(settings), list[Line]()
+        if path is None:
+            return
+        if path.exists() and path.stat().st_size and not overwrite:
+            self.lines = _earlier(path, self.settings)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(f"{_json(line)}\n" for line in self.lines), encoding="utf-8")
+        except OSError as error:
+            raise SaveError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def find(self, **key: Any) -> Line | None:
+        return next((line for line in self.lines if all(line.get(name) == value for name, value in key.items())), None)
+
+    def add(self, line: Line) -> Line:
+        """At the end of the file, whole, before the next measurement begins."""
+        whole = {**line, **self.settings}
+        if self.path is not None:
+            try:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(f"{_json(whole)}\n")
+            except OSError as error:
+                raise SaveError(f"cannot write {self.path}: {error.strerror or error}") from error
+        self.lines.append(whole)
+        return whole
+
+
+def _json(line: Line) -> str:
+    """A number that is none (a perplexity beyond all floats) is null: JSON has no NaN."""
+    plain = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
+    }
+    return json.dumps(plain, allow_nan=False)
+
+
+def _earlier(path: Path, settings: Mapping[str, Any]) -> list[Line]:
+    lines = read_lines(path)
+    for line in lines:
+        for name in ("digest", "options"):
+            if line.get(name) != settings[name]:
+                what = "another model" if name == "digest" else "other options"
+                raise UsageError(f"{path} was measured with {what}", "choose another --out, or give --overwrite")
+    return lines
+
+
+def digest(llm: LLM, language: Language) -> str:
+    """Names the weights (some of each tensor), their shape, and the language."""
+    found = hashlib.blake2b(json.dumps(llm.model.config.to_dict(), sort_keys=True).encode(), digest_size=8)
+    found.update(language.name.encode())
+    for name, tensor in llm.model.state_dict().items():
+        flat = tensor.flatten()
+        some = flat[:: max(1, len(flat) // 16)][:16].double().tolist()
+        found.update(f"{name} {some}".encode())
+    return found.hexdigest()
+
+
+def text_rows(
+    language: Language, texts: Sequence[str], opening: Sequence[int], count: int, length: int
+) -> list[list[int]]:
+    """``count`` rows of ``length`` tokens, evenly spread over the texts as one stream; each begins with ``opening``."""
+    if not count:
+        return []
+    ids = language.encode("\n".join(texts))
+    size = length - len(opening)
+    if len(ids) < size:
+        raise DataError(f"the text has {len(ids):,} tokens, and a row takes {size:,}", "give more --text")
+    room = len(ids) - size
+    starts = sorted({room * number // max(1, count - 1) for number in range(count)})
+    return [[*opening, *ids[start : start + size]] for start in starts]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache in the summary; None: not measured.  ``recall``: by kind, over all lengths that say something (of the
+    full cache: over all)."""
+
+    cache: str
+    ratio: float
+    perplexity: float | None
+    price: float | None  # times the perplexity without a cache
+    kl: float | None
+    recall: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """``notes``: what was not measured, and why.  ``said``: the (kind, length)s whose recall says something."""
+
+    what: str
+    model: str
+    machine: str
+    commit: str
+    language: str
+    parameters: int
+    options: Options
+    summary: tuple[Row, ...]
+    notes: tuple[str, ...]
+    said: tuple[tuple[str, int], ...]
+    lines: tuple[Line, ...]
+
+
+def bench_quality(
+    llm: LLM,
+    variants: Sequence[Variant],
+    language: Language,
+    texts: Sequence[Sequence[int]],
+    options: Options,
+    *,
+    model: str = "",
+    out: Path | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda _what, _done, _total: None,
+) -> Result:
+    """Measure ``variants``, the full cache first; ``out``: a folder for the lines, where those of before are found.
+
+    Raises UsageError for lengths beyond the model's limit, and as :class:`Lines` does.
+    """
+    assert variants and variants[0].name == "full", "the full cache is what the others are held against"
+    limit = llm.model.config.limit
+    for length in (*options.lengths, *map(len, texts)):
+        if length > limit:
+            raise UsageError(f"a length of {length:,} tokens is beyond the model's limit of {limit:,}", "ask for less")
+    settings = {
+        "what": "cache-quality",
+        "model": model,
+        "digest": digest(llm, language),
+        "options": json.loads(json.dumps(asdict(options))),
+        "machine": machine(),
+        "commit": commit(),
+    }
+    run = _Run(
+        llm, language, texts, options, Lines(out / FILE if out else None, settings, overwrite=overwrite), progress
+    )
+    run.total = len(variants) * (bool(texts) + sum(1 for kind in options.kinds for _ in cells(options, kind)))
+    for variant in variants:
+        run.variant(variant)
+    return Result(
+        what="cache-quality",
+        model=model,
+        machine=settings["machine"],
+        commit=settings["commit"],
+        language=language.name,
+        parameters=sum(parameter.numel() for parameter in llm.model.parameters()),
+        options=options,
+        summary=tuple(run.row(variant) for variant in variants),
+        notes=tuple(run.notes),
+        said=tuple(run.said),
+        lines=tuple(run.lines.lines),
+    )
+
+
+class _Run:
+    """The measurements of one bench, and what they say so far."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        language: Language,
+        texts: Sequence[Sequence[int]],
+        options: Options,
+        lines: Lines,
+        progress: Progress,
+    ) -> None:
+        self.llm, self.language, self.texts, self.options = llm, language, texts, options
+        self.lines, self.progress = lines, progress
+        self.said: list[tuple[Kind, int]] = [(kind, length) for kind in options.kinds for length in options.lengths]
+        self.notes: list[str] = []
+        self.done = self.total = 0
+
+    def variant(self, variant: Variant) -> None:
+        if self.texts:
+            self._text(variant)
+            self._tick(f"{variant.label}: text")
+        for kind in self.options.kinds:
+            for length, depth in cells(self.options, kind):
+                if (kind, length) in self.said:
+                    self._cell(variant, kind, length, depth)
+                self._tick(f"{variant.label}: {kind} {length}")
+        if variant.name == "full":
+            self._judge()
+
+    def row(self, variant: Variant) -> Row:
+        text = self.lines.find(**_key(variant), measure="text") or {}
+        recall: dict[str, float | None] = {kind: self._recall(variant, kind) for kind in self.options.kinds}
+        return Row(
+            variant.name, variant.ratio, text.get("perplexity"), text.get("price"), text.get("kl"), recall=recall
+        )
+
+    def _tick(self, what: str) -> None:
+        self.done += 1
+        self.progress(what, self.done, self.total)
+
+    def _text(self, variant: Variant) -> None:
+        key = {**_key(variant), "measure": "text"}
+        if self.lines.find(**key) is None:
+            found = price(self.llm, variant, self.texts, self.options.chunk)
+            longest = max(map(len, self.texts))
+            line = {**key, "length": longest, "budget": variant.budget(longest), **asdict(found), "price": found.ratio}
+            self.lines.add(line)
+
+    def _cell(self, variant: Variant, kind: Kind, length: int, depth: float) -> None:
+        key = {**_key(variant), "measure": kind, "length": length, "depth": depth}
+        if self.lines.find(**key) is None:
+            found = measure(self.llm, variant, self.language, kind, length, depth, self.options)
+            self.lines.add({**key, "budget": variant.budget(length), "recall": found.recall, "tasks": found.tasks})
+
+    def _judge(self) -> None:
+        """Which lengths say something: those at which the full cache finds what is hidden."""
+        for kind in self.options.kinds:
+            poor = []
+            for length in self.options.lengths:
+                recall = _mean(line["recall"] for line in self._lines("full", 0.0, kind) if line["length"] == length)
+                if recall is None or recall <= ENOUGH:
+                    self.said.remove((kind, length))
+                    poor.append(f"{recall or 0:.2f} at {length}")
+            if poor:
+                self.notes.append(
+                    f"{kind}: the full cache finds {', '.join(poor)} tokens, not more than {ENOUGH}: another cache's "
+                    "recall would say nothing there and is not measured"
+                )
+
+    def _recall(self, variant: Variant, kind: Kind) -> float | None:
+        every = self._lines(variant.name, variant.ratio, kind)
+        return _mean(line["recall"] for line in every if variant.name == "full" or (kind, line["length"]) in self.said)
+
+    def _lines(self, cache: str, ratio: float, kind: Kind) -> list[Line]:
+        return [
+            line for line in self.lines.lines if (line["cache"], line["ratio"], line["measure"]) == (cache, ratio, kind)
+        ]
+
+
+def _key(variant: Variant) -> Line:
+    return {"cache": variant.name, "ratio": variant.ratio}
+
+
+def _mean(values: Any) -> float | None:
+    found = list(values)
+    return math.fsum(found) / len(found) if found else None

@@ -1,0 +1,315 @@
+"""What a cache is asked to remember: needles in a haystack, one among many keys, chains of variables.
+
+In the manner of RULER (Hsieh et al. 2024): a haystack of whole lines, needles between two of them, a question at the
+end.  ``single`` hides one needle, ``many`` the same one among others like it, ``chain`` a variable that is reached
+over several links.  A :class:`Task` is a pure function of (kind, language, length, depth, seed), and so of the
+tokenizer that the language holds; its needle stands where ``at`` says.
+
+Two languages: :class:`Lookup`, for the models of ``runs/lookup-cpu.toml``, and :class:`English`, RULER's sentences in
+real text (``kvad.lab.sources``), for any checkpoint with a tokenizer.  No torch.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal, NamedTuple, Protocol, get_args
+
+from kvad.errors import DataError, UsageError
+from kvad.lab import lookup
+from kvad.text.tokenizer import Tokenizer
+
+__all__ = ["KINDS", "English", "Kind", "Language", "Lookup", "Said", "Task", "language_of", "make_task"]
+
+Kind = Literal["single", "many", "chain"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LINKS = lookup.LINKS  # of a chain: so many names
+APART = 24  # tokens of haystack to each needle of many
+MOST_OTHERS = 40
+SLACK = 8  # tokens of an English answer beyond what it must hold
+
+
+class Said(NamedTuple):
+    """What is hidden and asked: ``needles`` in the order in which they must stand; ``parts``: what an answer holds.
+
+    ``asked``: the needle whose place is the depth, None where they are all needed.
+    """
+
+    needles: tuple[str, ...]
+    asked: int | None
+    question: str
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """``prompt`` = ``context + question``; with the answer's ``room`` it has ``length`` tokens.
+
+    ``at``: where in the context each needle begins; ``depth``: the share of the haystack that stands before the asked
+    one (of a chain: before the first)."""
+
+    kind: Kind
+    length: int
+    depth: float
+    seed: int
+    context: tuple[int, ...]
+    question: tuple[int, ...]
+    parts: tuple[str, ...]
+    room: int
+    at: tuple[int, ...]
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.context + self.question
+
+
+class Language(Protocol):
+    """Lines of a haystack, and what can be hidden in one.  ``opening``: tokens before every context."""
+
+    name: str
+    opening: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def lines(self, seed: int) -> Iterator[str]:
+        """Of the haystack, without end."""
+        ...
+
+    def say(self, kind: Kind, seed: int, others: int) -> Said: ...
+
+    def room(self, parts: Sequence[str]) -> int:
+        """Tokens in which an answer with these parts is given."""
+        ...
+
+    def share(self, parts: Sequence[str], answer: Sequence[int]) -> float:
+        """How much of what was asked an answer gives, 0 to 1."""
+        ...
+
+
+class Lookup:
+    """The language of :mod:`kvad.lab.lookup`: its questions end in the key, its answers are the words that follow."""
+
+    name = "lookup"
+
+    def __init__(self, tokenizer: Tokenizer, opening: Sequence[int] = ()) -> None:
+        self.tokenizer, self.opening = tokenizer, tuple(opening)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def lines(self, seed: int) -> Iterator[str]:
+        start = random.Random(seed).randrange(len(lookup.NOISE))
+        while True:
+            yield lookup.NOISE[start % len(lookup.NOISE)]
+            start += 1
+
+    def say(self, kind: Kind, seed: int, others: int) -> Said:
+        rng = random.Random(seed)
+        keys, value = rng.sample(lookup.KEYS, others + LINKS + 1), rng.choice(lookup.VALUES)
+        if kind == "chain":
+            names = keys[:LINKS]
+            bound = [value, *names]
+            needles = tuple(f"{key} {to}" for key, to in zip(names, bound, strict=False))
+            return Said(needles, None, f"? {names[-1]}", (*reversed(names[:-1]), value))
+        needles = tuple(f"{key} {rng.choice(lookup.VALUES)}" for key in keys[1 : others + 1])
+        asked = rng.randrange(others + 1)
+        needles = (*needles[:asked], f"{keys[0]} {value}", *needles[asked:])
+        return Said(needles, asked, f"? {keys[0]}", (value,))
+
+    def room(self, parts: Sequence[str]) -> int:
+        return len(parts)
+
+    def share(self, parts: Sequence[str], answer: Sequence[int]) -> float:
+        """All or nothing: the words that follow are these."""
+        return float(list(answer[: len(parts)]) == self.encode(" ".join(parts)))
+
+
+class English:
+    """RULER's needles (a magic number for a name) and its variables, in the lines of ``texts``."""
+
+    name = "english"
+
+    def __init__(self, tokenizer: Tokenizer, texts: Sequence[str], opening: Sequence[int] = ()) -> None:
+        self.tokenizer, self.opening = tokenizer, tuple(opening)
+        self._lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
+        if not self._lines:
+            raise DataError("the text for a haystack has no lines", "give another --text")
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def lines(self, seed: int) -> Iterator[str]:
+        start = random.Random(seed).randrange(len(self._lines))
+        while True:
+            yield self._lines[start % len(self._lines)] + "\n"
+            start += 1
+
+    def say(self, kind: Kind, seed: int, others: int) -> Said:
+        rng = random.Random(seed)
+        if kind == "chain":
+            names, value = _drawn(rng, LINKS, _variable), _number(rng)
+            bound = [value, *(f"VAR {name}" for name in names)]
+            needles = tuple(f"VAR {name} = {to}\n" for name, to in zip(names, bound, strict=False))
+            question = (
+                f"Question: Find all variables that are assigned the value {value} in the text above. Answer: "
+                f"According to the chain(s) of variable assignment in the text above, {LINKS} variables are assigned "
+                f"the value {value}, they are:"
+            )
+            return Said(needles, None, question, tuple(names))
+        names = _drawn(rng, others + 1, lambda rng: f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}")
+        numbers = _drawn(rng, others + 1, _number)
+        needles = tuple(_needle(name, number) for name, number in zip(names, numbers, strict=True))
+        asked = rng.randrange(others + 1)
+        question = (
+            f"What is the special magic number for {names[asked]} mentioned in the provided text? The special magic "
+            f"number for {names[asked]} mentioned in the provided text is:"
+        )
+        return Said(needles, asked, question, (numbers[asked],))
+
+    def room(self, parts: Sequence[str]) -> int:
+        return len(self.encode(", ".join(parts))) + SLACK
+
+    def share(self, parts: Sequence[str], answer: Sequence[int]) -> float:
+        """RULER's: the share of the parts that the text holds."""
+        said = self.tokenizer.decode(list(answer))
+        return sum(part in said for part in parts) / len(parts)
+
+
+def language_of(
+    name: str, tokenizer: Tokenizer, texts: Callable[[], Sequence[str]], opening: Sequence[int] = ()
+) -> Language:
+    """``auto``: Lookup where every word of it is one token of its own, else English in ``texts()``."""
+    if name not in ("auto", "lookup", "english"):
+        raise UsageError(f"unknown language {name!r}", "auto, lookup or english")
+    knows = _knows_lookup(tokenizer)
+    if name == "lookup" and not knows:
+        raise UsageError(
+            "this model's tokenizer does not know the words of the lookup language",
+            "train one with runs/lookup-cpu.toml, or ask in English: --language english",
+        )
+    if name == "lookup" or (name == "auto" and knows):
+        return Lookup(tokenizer, opening)
+    return English(tokenizer, texts(), opening)
+
+
+def _knows_lookup(tokenizer: Tokenizer) -> bool:
+    seen = set[int]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a word that it does not know
+        for word in lookup.vocabulary():
+            ids = tokenizer.encode(word)
+            if len(ids) != 1 or ids[0] in seen:
+                return False
+            seen.update(ids)
+    return True
+
+
+def make_task(kind: Kind, language: Language, length: int, depth: float, seed: int) -> Task:
+    """A task of ``length`` tokens, answer included; UsageError where needles and question do not fit in so many."""
+    own = hash_of(kind, language.name, length, round(1000 * depth), seed)
+    others = min(MOST_OTHERS, max(3, length // APART)) if kind == "many" else 0
+    said = language.say(kind, own, others)
+    needles = [language.encode(needle) for needle in said.needles]
+    question, room = language.encode(said.question), language.room(said.parts)
+    hay = length - len(language.opening) - sum(map(len, needles)) - len(question) - room
+    if hay < 0:
+        raise UsageError(
+            f"a {kind} task does not fit in {length} tokens: needles, question and answer take {length - hay}",
+            "ask for longer ones with --lengths",
+        )
+    lines = _haystack(language, own, hay)
+    cuts = _cuts(len(needles), said.asked, depth, random.Random(own))
+    context, at, before = _hidden(lines, needles, cuts)
+    real = before[said.asked or 0] / hay if hay else 0.0
+    opening = language.opening
+    places = tuple(place + len(opening) for place in at)
+    return Task(kind, length, real, seed, (*opening, *context), tuple(question), said.parts, room, places)
+
+
+def _hidden(
+    lines: Sequence[Sequence[int]], needles: Sequence[Sequence[int]], cuts: Sequence[float]
+) -> tuple[list[int], list[int], list[int]]:
+    """(the lines with each needle between two of them, nearest to its cut; where each begins; the hay before it).
+
+    lines of 5, 5 and 4 tokens, one needle of 2 at cut 0.5:  edges 0 5 10 14, nearest to 7 is 5:  5 hay, needle, 9 hay
+    """
+    hay = [token for line in lines for token in line]
+    edges = [0, *accumulate(map(len, lines))]
+    context, at, before = list[int](), list[int](), list[int]()
+    for needle, cut in zip(needles, cuts, strict=True):
+        edge = min(edges, key=lambda edge: abs(edge - cut * len(hay)))
+        context += hay[before[-1] if before else 0 : edge]
+        at.append(len(context))
+        before.append(edge)
+        context += needle
+    return context + hay[before[-1] :], at, before
+
+
+def hash_of(*parts: object) -> int:
+    """A seed that is a function of the parts, on every machine."""
+    return random.Random("\0".join(map(str, parts))).getrandbits(48)
+
+
+def _haystack(language: Language, seed: int, size: int) -> list[list[int]]:
+    """Lines of ``size`` tokens in all; the last may be cut."""
+    found, total = list[list[int]](), 0
+    for line in language.lines(seed):
+        if total >= size:
+            break
+        ids = language.encode(line)[: size - total]
+        if ids:
+            found.append(ids)
+            total += len(ids)
+    return found
+
+
+def _cuts(count: int, asked: int | None, depth: float, rng: random.Random) -> list[float]:
+    """Where each needle stands, 0 to 1, in order: the asked one at ``depth``, those of a chain from there to the end,
+    the others anywhere on their side of it."""
+    if asked is None:
+        return [depth + (1 - depth) * link / count for link in range(count)]
+    before = sorted(rng.uniform(0, depth) for _ in range(asked))
+    after = sorted(rng.uniform(depth, 1) for _ in range(count - asked - 1))
+    return [*before, depth, *after]
+
+
+def _needle(name: str, number: str) -> str:
+    return f"One of the special magic numbers for {name} is: {number}.\n"
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randrange(1_000_000, 10_000_000))
+
+
+def _variable(rng: random.Random) -> str:
+    return "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(5))
+
+
+def _drawn(rng: random.Random, count: int, draw: Callable[[random.Random], str]) -> list[str]:
+    """``count`` different ones."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw(rng)] = None
+    return list(found)
+
+
+# Names of needles: words that are common, and mean nothing together.
+# fmt: off
+_ADJECTIVES = (
+    "amber", "ancient", "bitter", "brave", "bright", "calm", "clever", "cold", "curious", "damp", "eager", "early",
+    "faint", "fresh", "gentle", "golden", "green", "happy", "heavy", "hidden", "hollow", "humble", "late", "lively",
+    "lonely", "loud", "mellow", "narrow", "noisy", "odd", "pale", "patient", "plain", "proud", "quick", "quiet",
+    "rapid", "rough", "scarlet", "sharp", "silent", "silver", "slow", "soft", "steep", "strange", "sturdy", "tall",
+    "tender", "warm", "wild",
+)
+_NOUNS = (
+    "anchor", "apple", "arrow", "badger", "basket", "beacon", "bottle", "branch", "bridge", "button", "candle",
+    "carpet", "castle", "cellar", "copper", "corner", "cradle", "desert", "drum", "engine", "feather", "fiddle",
+    "forest", "garden", "glacier", "hammer", "harbor", "island", "jacket", "kettle", "ladder", "lantern", "lemon",
+    "marble", "meadow", "mirror", "needle", "ocean", "orchard", "pebble", "pillow", "pocket", "river", "saddle",
+    "shadow", "spoon", "stable", "thunder", "timber", "tunnel", "valley", "velvet", "violin", "walnut", "window",
+)
+# fmt: on
