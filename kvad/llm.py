@@ -28,7 +28,7 @@ from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sizing import CacheConfig
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import DTYPES
-from kvad.checkpoint.open import Opened, load_model, open_checkpoint
+from kvad.checkpoint.open import Opened, model_of, open_checkpoint
 from kvad.config import Classes, Head, ModelConfig, Pooled
 from kvad.engine.answers import fill_masks, label_row, label_tokens
 from kvad.engine.completion import Completion, TextScore
@@ -99,7 +99,7 @@ class LLM:
             require(plan_memory(opened.config, config, weights_dtype=computed), available_bytes())
         for name in opened.generation.unheard:
             warnings.warn(f"{opened.path}: generation_config.json: {name} is not applied", stacklevel=2)
-        model, opened = load_model(opened.path, dtype=dtype, device=where)
+        model = model_of(opened, dtype, where)
         return LLM(model, opened.tokenizer, config, generation=opened.generation)
 
     # ------------------------------------------------------------ text out

@@ -172,7 +172,7 @@ def _parts(summary: Summary) -> list[tuple[str, int]]:
 
 
 def _manifest_line(summary: Summary) -> str:
-    if summary.origin is not None:
+    if summary.files is None and summary.origin is not None:
         return "manifest: a Hugging Face folder has none; kvad doctor reads it all"
     if summary.files is None:
         return "manifest: none; the files cannot be compared with what was saved"

@@ -107,9 +107,9 @@ class Material:
         for line in (first + (", found on disk" if found else ""), *more):
             self._tell(line)
 
-    def generation(self, tokenizer: Tokenizer) -> Generation | None:
+    def generation(self, tokenizer: Tokenizer) -> Generation:
         """What a checkpoint says about generating."""
-        return generation_of(tokenizer) if isinstance(self.texts, PairCorpus) else None
+        return generation_of(tokenizer) if isinstance(self.texts, PairCorpus) else Generation()
 
     def sampler(self, model: Transformer, tokenizer: Tokenizer) -> Callable[[], tuple[Sample, ...]] | None:
         """What the model makes of the first held-out sources, whenever it is called; None of documents."""

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.checkpoint.export import choose_family, export_hf, import_hf
+from kvad.checkpoint.export import export_hf, import_hf
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import save
 from kvad.checkpoint.open import load_model, open_checkpoint
+from kvad.checkpoint.theirs import choose_family
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, UsageError
 from kvad.lab.replay import uncached, whole_row

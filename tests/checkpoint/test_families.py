@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvad.checkpoint.export import choose_family
 from kvad.checkpoint.families import FAMILIES, find
 from kvad.checkpoint.hf import Fields, read_tensors, settled, write_tensors
+from kvad.checkpoint.theirs import choose_family
 from kvad.config import Classes, Stack
 from kvad.errors import CheckpointError, UsageError
 from kvad.lab.scenario import Options, prompts_of

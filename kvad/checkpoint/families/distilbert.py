@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from kvad.checkpoint.families import encoders
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import (
     Attention,
@@ -111,7 +111,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "sinusoidal_pos_embds": isinstance(config.embed.position, SinusoidalPositions),
         "tie_word_embeddings": config.tie,
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, Way, rule, rules_under
 from kvad.config import (
     Attention,
@@ -166,7 +166,7 @@ class Skeleton:
             fields["pad_token_id"] = min(fields["vocab_size"], config.vocab) - 1  # their class needs one that there is
         if isinstance(config.embed.position, SinusoidalPositions) and config.embed.position.offset:
             fields["pad_token_id"] = config.embed.position.offset - 1
-        return expressed(config, fields, self.read)
+        return fields
 
     def _sides(self, encoder: Stack, decoder: Stack) -> dict[str, Any]:
         fields: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
@@ -155,7 +155,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
             **layer_types(config),
         }
         out["sliding_window"] = out["sliding_window"] or config.limit  # their class needs a number
-    return expressed(config, out, read)
+    return out
 
 
 def _name(config: ModelConfig) -> str:

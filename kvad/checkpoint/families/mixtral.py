@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     attention,
@@ -86,7 +86,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **rope_fields(rotary(layer.mixer.position, "mixtral")),
         **experts,
     }
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("mixtral",), read, rules, write)

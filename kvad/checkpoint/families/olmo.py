@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
@@ -62,7 +62,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **with_type(rope_fields(rotary(layer.mixer.position, name)), "factor"),
         **own,
     }
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("olmo", "olmo2"), read, rules({**LAYER, **QK_NORM, **_NORMS}), write)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
@@ -88,7 +88,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
     if name == "qwen3":
         out |= {"attention_bias": layer.mixer.bias, "head_dim": head_dim(config, layer.mixer)}
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("qwen2", "qwen3"), read, rules({**LAYER, **QK_NORM}), write)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.families.common import expressed
 from kvad.checkpoint.hf import Family, Fields, Rule, rule
 from kvad.config import Classes, Head, ModelConfig, Plain, Pooled, Rope, Transform, head_dim, table_width
 from kvad.errors import CheckpointError
@@ -84,7 +83,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
     if config.decoder is not None:
         fields["architectures"] = ["RoFormerForCausalLM"]
-    return expressed(config, fields, read)
+    return fields
 
 
 def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

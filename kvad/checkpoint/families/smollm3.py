@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     attention,
@@ -75,7 +75,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": types["sliding_window"] is not None,
         **types,
     }
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("smollm3",), read, rules(LAYER), write)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import LAYER, attention, family, known, make, rules_of, sizes, stack
 from kvad.checkpoint.hf import Fields, Rule, Shape, Way, rule, rules_under
 from kvad.config import Gated, Layer, ModelConfig, Norm
@@ -68,7 +68,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "use_parallel_residual": config.stack.norm_place == "parallel",
         **rope_fields(rotary(layer.mixer.position, "stablelm"), partial=True),
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = family(("stablelm",), read, rules, write)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import attention, full_rope, known, letters, rms, stack, window
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import Attention, Embedding, Gated, Head, Layer, ModelConfig, Source, Stack, head_dim, source_width
@@ -126,7 +126,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "encoder": {**encoder, "is_decoder": False},
         "decoder": {**decoder, "is_decoder": True},
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 def _side(config: ModelConfig, side: Stack) -> dict[str, Any]:
