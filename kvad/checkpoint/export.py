@@ -1,7 +1,7 @@
 """From a checkpoint of kvad's to a Hugging Face folder that ``transformers`` loads, and from theirs to ours.
 
-A model that came from a family goes back to it; of any other, the families are asked (``theirs.py``).  What kvad trained
-lies in their layout already where a family can hold it: its export is another family, another dtype, or its end.
+A model that came from a family goes back to it; of any other, the families are asked (``theirs.py``).  What kvad
+trained lies in their layout already, where a family can hold it.
 """
 
 from __future__ import annotations

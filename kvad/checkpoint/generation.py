@@ -1,7 +1,8 @@
 """What a checkpoint says about generating with it: where targets begin, which tokens end them, and its defaults.
 
-Read from ``generation_config.json``, and from ``config.json`` where older files say it there, and written so; kept
-under ``"generation"`` in ``config.json`` of kvad's own layout.  Every field is applied, as a default that a request may change.
+Read from ``generation_config.json``, and from ``config.json`` where older files say it there, and written so; in kvad's
+own layout kept under ``"generation"`` in ``config.json``.  Every field is applied, as a default that a request may
+change.
 """
 
 from __future__ import annotations

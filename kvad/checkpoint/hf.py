@@ -1,8 +1,9 @@
 """Hugging Face checkpoints, read and written: what all families share.
 
 A family (``families/*.py``) is two functions and a table, with no ``nn.Module`` anywhere: :attr:`Family.read` makes a
-:class:`ModelConfig` of a ``config.json``, :attr:`Family.spell` the inverse (:meth:`Family.write` reads it back before it
-believes it), and :attr:`Family.rules` pairs our modules with theirs.  A :class:`Rule` is read in both directions, so what loads also exports:
+:class:`ModelConfig` of a ``config.json``, :attr:`Family.spell` the inverse, which :meth:`Family.write` reads back
+before it believes it, and :attr:`Family.rules` pairs our modules with theirs.  A :class:`Rule` is read in both
+directions, so what loads also exports:
 
     rule("decoder.layers.0.mixer.out", "model.layers.0.self_attn.o_proj")            .weight and .bias, as they are
     rule("decoder.layers.0.mixer.out", "transformer.h.0.attn.c_proj", TRANSPOSED)    [in, out] on their side

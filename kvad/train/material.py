@@ -86,6 +86,7 @@ class Material:
             min_freq=wanted.min_freq,
             lower=wanted.lower,
             specials=wanted.specials if wanted.specials is not None else usual,
+            closed=wanted.specials is None and usual is not None,
         )
 
     def key(self, tokenizer: Tokenizer) -> str:
