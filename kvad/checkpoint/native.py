@@ -71,6 +71,8 @@ DTYPES = {
 }
 
 
+THEIRS = {"format": "pt"}  # what transformers asks of a tensor file
+
 Verify = bool | Literal["tensors"]
 
 
@@ -108,7 +110,7 @@ def save(
             _write_tensors(folder, new / MODEL, tensors)
         else:
             write_config(new, layout, said, next(iter(tensors.values())).dtype)
-            _write_tensors(folder, new / MODEL, dict(write_tensors(layout.family, config, tensors)))
+            _write_tensors(folder, new / MODEL, dict(write_tensors(layout.family, config, tensors)), THEIRS)
         for path in beside:
             shutil.copyfile(path, new / path.name)
         if tokenizer is not None:
@@ -161,10 +163,12 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def _write_tensors(folder: Path, path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_tensors(
+    folder: Path, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(plain, path, {"format": "pt"})  # transformers asks for it
+        save_file(plain, path, metadata)
     except SafetensorError as error:  # the library's name for what the disk says
         raise refused(folder, OSError(str(error))) from error
 
