@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvad.cli.common import emit_json, json_option
+from kvad.cli.common import emit_json, json_option, words_folder
 from kvad.cli.running import read_stdin
 from kvad.errors import UsageError
 
@@ -32,12 +32,11 @@ def tokenize(source: Path, text: str | None, ids: bool, decode: bool, as_json: b
     kvad tokenize runs/demo --ids < file.py
     kvad tokenize runs/demo --decode "12 7 99"
     """
-    from kvad.checkpoint.folder import is_run, locate
     from kvad.text.tokenizer import load_tokenizer
 
     if ids and decode:
         raise click.UsageError("--ids and --decode exclude each other: one prints ids, the other reads them.")
-    tokenizer = load_tokenizer(locate(source) if is_run(source) else source)
+    tokenizer = load_tokenizer(source if source.is_file() else words_folder(source))
     text = read_stdin() if text is None or text == "-" else text
     tokens = _numbers(text) if decode else tokenizer.encode(text)
     spelled = tokenizer.decode(tokens, skip_specials=False) if decode else text
