@@ -50,6 +50,8 @@ def generate(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
     kvad generate runs/demo "def " --max-tokens 64 --temperature 0
     kvad generate runs/demo "import " "class " --n 2 --seed 7 --stats
     """
+    if options["echo"] and options["as_json"]:
+        raise click.UsageError("--echo and --json both given: the JSON has every prompt.")
     given = read_sampling(options)
     prompts = [_read(text, options["ids"]) for text in prompt] or [""]
     each = max(given.get("n", 1), given.get("beams", 1))

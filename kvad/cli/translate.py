@@ -22,7 +22,7 @@ __all__ = ["translate"]
 
 MAX_TOKENS = 256  # of a translation, where neither the user nor the checkpoint says
 MOST_LINES, MOST_ROWS = 32, 512  # at a time, where nothing is said: lines, and the beams of all of them
-SAMPLED = ("temperature", "top_k", "top_p")
+SAMPLED = ("temperature", "top_k", "top_p", "seed")  # any of them asks for samples
 
 
 class Translation(NamedTuple):
@@ -42,7 +42,7 @@ class Translation(NamedTuple):
 @click.option("--temperature", type=float, help="Sample instead of searching.")
 @click.option("--top-k", type=int, help="Of the sampling: keep the K likeliest tokens.")
 @click.option("--top-p", type=float, help="Of the sampling: keep the fewest tokens that reach P.")
-@click.option("--seed", type=int, help="Of the sampling [default: 0].")
+@click.option("--seed", type=int, help="Sample, with this seed [default: 0].")
 @click.option("--rows", type=int, help=f"Of the cache: a line takes one per beam [default: for {MOST_LINES} lines].")
 @click.option("--context", type=int, help="Tokens of the longest row of the cache [default: what --max-tokens takes].")
 @click.option("--cache-dtype", type=click.Choice(DTYPES), help="[default: the model's]")
@@ -73,23 +73,26 @@ def _check(options: Mapping[str, Any]) -> None:
     """What can be refused before anything is opened."""
     from kvad.engine.request import Sampling
 
-    given = {name: options[name] for name in ("beams", "length_penalty", "max_tokens", *SAMPLED, "seed")}
-    Sampling.of(**{name: value for name, value in given.items() if value is not None})
+    Sampling.of(**_given(options))
     if options["n_best"] < 1:
         raise RequestError(f"--n-best: {options['n_best']} is out of range, must be at least 1")
     if options["beams"] is not None and options["n_best"] > options["beams"] and options["temperature"] is None:
         raise RequestError(f"--n-best {options['n_best']} exceeds --beams {options['beams']}", "search with more beams")
 
 
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("beams", "length_penalty", "max_tokens", *SAMPLED)
+    return {name: options[name] for name in names if options[name] is not None}
+
+
 def _sampling(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of LLM.generate: what was asked for, over the checkpoint's own, over a greedy search."""
     said: Mapping[str, Any] = opened.generation.sampling or {}
-    given = {name: options[name] for name in ("beams", "length_penalty", "max_tokens", *SAMPLED, "seed")}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = _given(options)
     chosen.setdefault("max_tokens", min(said.get("max_tokens", MAX_TOKENS), opened.config.limit))
     sampled = any(name in chosen for name in SAMPLED)
     if sampled:
-        chosen.setdefault("temperature", 1.0)
+        chosen.setdefault("temperature", said.get("temperature") or 1.0)
     if not sampled and "beams" not in chosen and options["n_best"] > 1:
         chosen["beams"] = max(options["n_best"], said.get("beams", 1))
     if not sampled and "beams" not in chosen and not said:
