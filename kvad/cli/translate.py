@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from kvad.cli.common import model_argument
-from kvad.cli.lines import Lines, Task, answered, line_options, look, printer, tell
+from kvad.cli.common import given, model_argument
+from kvad.cli.lines import Lines, Task, answered, line_options, look, printer, tell, tokenizer_of
 from kvad.cli.running import DTYPES
 from kvad.errors import RequestError, UsageError
 
@@ -23,6 +23,7 @@ __all__ = ["translate"]
 MAX_TOKENS = 256  # of a translation, where neither the user nor the checkpoint says
 MOST_LINES, MOST_ROWS = 32, 512  # at a time, where nothing is said: lines, and the beams of all of them
 SAMPLED = ("temperature", "top_k", "top_p", "seed")  # any of them asks for samples
+ASKED = ("beams", "length_penalty", "max_tokens", *SAMPLED)
 
 
 class Translation(NamedTuple):
@@ -73,22 +74,17 @@ def _check(options: Mapping[str, Any]) -> None:
     """What can be refused before anything is opened."""
     from kvad.engine.request import Sampling
 
-    Sampling.of(**_given(options))
+    Sampling.of(**given(options, ASKED))
     if options["n_best"] < 1:
         raise RequestError(f"--n-best: {options['n_best']} is out of range, must be at least 1")
     if options["beams"] is not None and options["n_best"] > options["beams"] and options["temperature"] is None:
         raise RequestError(f"--n-best {options['n_best']} exceeds --beams {options['beams']}", "search with more beams")
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("beams", "length_penalty", "max_tokens", *SAMPLED)
-    return {name: options[name] for name in names if options[name] is not None}
-
-
 def _sampling(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of LLM.generate: what was asked for, over the checkpoint's own, over a greedy search."""
     said: Mapping[str, Any] = opened.generation.sampling or {}
-    chosen = _given(options)
+    chosen = given(options, ASKED)
     chosen.setdefault("max_tokens", min(said.get("max_tokens", MAX_TOKENS), opened.config.limit))
     sampled = any(name in chosen for name in SAMPLED)
     if sampled:
@@ -144,11 +140,10 @@ def _rows(opened: Opened, each: int, options: Mapping[str, Any], capacity: int) 
 
 
 def _task(llm: LLM, sampling: Mapping[str, Any], options: Mapping[str, Any]) -> Task[Sequence[Translation]]:
-    tokenizer = llm.tokenizer
-    if tokenizer is None:
-        raise RequestError("this model came without a tokenizer: it cannot read lines")
     language, source_language = options["language"], options["source_language"]
-    if tokenizer.source is not None and language is not None:  # Marian marks what it translates to in the source
+    if (
+        tokenizer_of(llm).source is not None and language is not None
+    ):  # Marian marks what it translates to in the source
         language, source_language = None, language
     prefix, spelled = _start(llm, options["prefix"], language)
     llm.texts.source("a", source_language)  # an unknown language is nobody's line
