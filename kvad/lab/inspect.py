@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvad.cache.planning import BUDGET, MemoryPlan
-from kvad.cache.weights import part_of, parts, weight_shapes
+from kvad.cache.weights import misfits, part_of, parts, weight_shapes
 from kvad.checkpoint.folder import (
     MANIFEST,
     MODEL,
@@ -90,12 +90,13 @@ def summarise(folder: Path, *, check: bool = False) -> Summary:
     files = read_manifest(path) if (path / MANIFEST).is_file() else None
     target = read_target(str(path))
     tensors = tuple(read_headers(path / MODEL))
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
     return Summary(
         path=path,
         config=target.config,
         tensors=tensors,
-        parameters=parts({tensor.name: tensor.shape for tensor in tensors}),
-        problems=(*_file_problems(path, files), *_problems(target.config, tensors)),
+        parameters=parts(shapes),
+        problems=(*_file_problems(path, files), *misfits(target.config, shapes)),
         plan=plan_target(target, budget=BUDGET),
         tokenizer=_tokenizer(path),
         training=_training(path),
@@ -110,7 +111,7 @@ def _summarise_foreign(path: Path, check: bool) -> Summary:
         raise UsageError(f"{path}: a Hugging Face folder has no manifest to check against", f"kvad doctor {path}")
     import torch
 
-    from kvad.checkpoint.hf import misfits
+    from kvad.checkpoint import hf
     from kvad.checkpoint.imported import Imported
 
     target, opened = read_target(str(path)), Imported(path)
@@ -120,7 +121,7 @@ def _summarise_foreign(path: Path, check: bool) -> Summary:
         TensorInfo(name, str(theirs.dtype(name)).removeprefix("torch."), theirs.shape(name), theirs.bytes(name))
         for name in theirs
     ]
-    problems = misfits(opened.family, target.config, meta, str(path))
+    problems = hf.misfits(opened.family, target.config, meta, str(path))
     tokenizer = None
     try:
         found = opened.tokenizer
@@ -151,18 +152,6 @@ def _file_problems(path: Path, files: Mapping[str, Mapping[str, Any]] | None) ->
             check_file(path / name, entry)
         except CheckpointError as error:
             found.append(error.message)
-    return found
-
-
-def _problems(config: ModelConfig, tensors: Sequence[TensorInfo]) -> list[str]:
-    expected = weight_shapes(config)
-    stored = {tensor.name: tensor.shape for tensor in tensors}
-    found = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in stored]
-    for name, shape in stored.items():
-        if name not in expected:
-            found.append(f"{name} {list(shape)} is not part of this model")
-        elif shape != expected[name]:
-            found.append(f"{name} is {list(shape)}, the config says {list(expected[name])}")
     return found
 
 

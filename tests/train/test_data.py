@@ -1,6 +1,5 @@
 """Packing: which token is predicted from which, and which rows a step takes."""
 
-
 import numpy as np
 import pytest
 import torch
