@@ -128,6 +128,11 @@ class ModelConfig:
         assert stack is not None, "_check_model has looked"
         return stack
 
+    @property
+    def per_row(self) -> bool:
+        """Whether the head answers for a whole row, and not for each of its tokens."""
+        return isinstance(self.head, Pooled) or (isinstance(self.head, Classes) and self.head.per == "row")
+
     def __post_init__(self) -> None:
         _check_model(self)
 
@@ -141,7 +146,7 @@ class ModelConfig:
 
     @staticmethod
     def load(path: Path) -> ModelConfig:
-        """From a JSON file; a checkpoint's ``config.json`` holds the model under ``"model"``."""
+        """From a JSON file; a checkpoint's ``config.json`` holds the model under ``"model"``.  ConfigError names it."""
         try:
             data = json.loads(path.read_text("utf-8"))
         except FileNotFoundError as error:
@@ -150,7 +155,10 @@ class ModelConfig:
             raise ConfigError(f"{path} is not JSON: {error}") from error
         if not isinstance(data, dict):
             raise ConfigError(f"{path}: expected an object of keys, found {type(data).__name__}")
-        return ModelConfig.from_dict(data.get("model", data))
+        try:
+            return ModelConfig.from_dict(data.get("model", data))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error.message}", error.hint) from error
 
 
 # ---------------------------------------------------------------- when two are the same model

@@ -183,13 +183,11 @@ class LLM:
         if crossed != (source is not None):
             what = "source=: this model scores targets of a source" if crossed else "this model has no source"
             raise RequestError(what, "give the text that the targets answer" if crossed else "leave source= out")
+        read = None if source is None else self.texts.source(source, source_language)
         known: dict[int, list[int]] = {}
 
         def submit(text: Prompt) -> Ticket:
-            if source is None:
-                tokens, read = self.texts.prompt(text), None
-            else:
-                tokens, read = self.texts.target(text), self.texts.source(source, source_language)
+            tokens = self.texts.prompt(text) if read is None else self.texts.target(text)
             ticket = self._submit(tokens, sampling, read)
             known[ticket.request] = tokens
             return ticket

@@ -65,7 +65,7 @@ def chat(model: Path, **options: Any) -> None:
     """
     given = read_sampling(options)
     folder = look(model, "chat").path
-    with open_llm(folder, options, rows=1) as llm:
+    with open_llm(folder, options, rows=given.get("beams", 1)) as llm:
         if llm.tokenizer is None:
             raise RequestError("this model came without a tokenizer", "kvad generate --ids speaks in token ids")
         dialogue = dialogue_of(folder, llm.tokenizer, options["system"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvad.cli.common import given
 from kvad.errors import RequestError
 
 if TYPE_CHECKING:
@@ -65,17 +66,16 @@ def read_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     from kvad.engine.request import Sampling
 
     names = (*_FIELDS, "max_tokens", "n", "logprobs", "prompt_logprobs")
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    given["logit_bias"] = _biases(options["logit_bias"])
-    given["stop"], given["ignore_eos"] = tuple(options["stop"]), options["ignore_eos"]
-    given = {name: value for name, value in given.items() if value or name not in ("logit_bias", "stop", "ignore_eos")}
-    Sampling.of(**{"max_tokens": MAX_TOKENS, **given})
-    return given
+    several = {"logit_bias": _biases(options["logit_bias"]), "stop": tuple(options["stop"])}
+    several["ignore_eos"] = options["ignore_eos"]
+    asked = {**given(options, names), **{name: value for name, value in several.items() if value}}
+    Sampling.of(**{"max_tokens": MAX_TOKENS, **asked})
+    return asked
 
 
-def choose_sampling(llm: LLM, given: Mapping[str, Any], words: Sequence[str]) -> Sampling:
+def choose_sampling(llm: LLM, asked: Mapping[str, Any], words: Sequence[str]) -> Sampling:
     """The options over the checkpoint's own defaults, with the bad words as this tokenizer spells them."""
-    chosen = llm.sampling(**given)
+    chosen = llm.sampling(**asked)
     if chosen.max_tokens is None:
         chosen = replace(chosen, max_tokens=MAX_TOKENS)
     return _with_bad_words(chosen, words, llm.tokenizer)

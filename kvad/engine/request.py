@@ -140,7 +140,7 @@ def _check_beams(s: Sampling) -> None:
     if s.n > s.beams:
         raise RequestError(f"n {s.n} exceeds beams {s.beams}")
     plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": (), "logprobs": None}
-    plain |= {"prompt_logprobs": None}
+    plain |= {"prompt_logprobs": None, "seed": 0}
     for name, value in plain.items():
         if getattr(s, name) != value:
             raise RequestError(f"{name} and beams={s.beams} cannot go together", "beam search does not sample")

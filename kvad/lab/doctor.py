@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from kvad.cache.weights import num_parameters, weight_shapes
+from kvad.cache.weights import misfits, num_parameters
 from kvad.checkpoint.folder import CONFIG, check_file, is_foreign, listed, locate
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.hub import resolve
@@ -19,7 +19,7 @@ from kvad.checkpoint.native import Own
 from kvad.checkpoint.opened import Opened
 from kvad.checkpoint.shards import ShardedTensors, find_nonfinite, open_tensors
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError, KvadError, counted
+from kvad.errors import CheckpointError, KvadError, a, counted
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["Finding", "examine"]
@@ -70,7 +70,8 @@ def _manifest(folder: Path) -> Iterator[Finding]:
 def _examine_own(opened: Own, tensors: ShardedTensors | None) -> Generator[Finding, None, ModelConfig | None]:
     config = yield from _tried("config", f"correct {CONFIG}", lambda: opened.config, _config)
     if config is not None and tensors is not None:
-        yield from _told("tensors", _misfits(config, tensors), "the tensors are those of the config", AGAIN)
+        problems = misfits(config, {name: tensors.shape(name) for name in tensors})
+        yield from _told("tensors", problems, "the tensors are those of the config", AGAIN)
     return config
 
 
@@ -132,18 +133,6 @@ def _headers(tensors: ShardedTensors) -> str:
     return f"{counted(len(tensors), 'tensor')} in {where}, {', '.join(dtypes)}, {counted(tensors.total_bytes, 'byte')}"
 
 
-def _misfits(config: ModelConfig, tensors: ShardedTensors) -> list[str]:
-    wanted = weight_shapes(config)
-    found = [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in tensors]
-    for name in tensors:
-        shape = tensors.shape(name)
-        if name not in wanted:
-            found.append(f"{name} {list(shape)} is extra: the config has no place for it")
-        elif shape != wanted[name]:
-            found.append(f"{name} is {list(shape)}, the config says {list(wanted[name])}")
-    return found
-
-
 def _finite(tensors: ShardedTensors | None) -> Iterator[Finding]:
     if tensors is None:
         return
@@ -156,8 +145,7 @@ def _finite(tensors: ShardedTensors | None) -> Iterator[Finding]:
 
 
 def _config(config: ModelConfig) -> str:
-    kind = f"{'an' if config.kind[0] in 'aeiou' else 'a'} {config.kind}"
-    return f"{kind} of {num_parameters(config):,} parameters, at most {counted(config.limit, 'token')} a row"
+    return f"{a(config.kind)} of {num_parameters(config):,} parameters, at most {counted(config.limit, 'token')} a row"
 
 
 def _words(config: ModelConfig, opened: Opened) -> Iterator[Finding]:

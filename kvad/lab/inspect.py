@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvad.cache.planning import BUDGET, MemoryPlan
-from kvad.cache.weights import part_of, parts, weight_shapes
+from kvad.cache.weights import misfits, part_of, parts, weight_shapes
 from kvad.checkpoint.folder import (
     MANIFEST,
     MODEL,
@@ -120,15 +120,15 @@ class _Contents(NamedTuple):
 
 def _contents(path: Path, config: ModelConfig) -> _Contents:
     tensors = tuple(read_headers(path / MODEL))
-    stored = parts({tensor.name: tensor.shape for tensor in tensors})
-    return _Contents(tensors, stored, _problems(config, tensors), _tokenizer(path))
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    return _Contents(tensors, parts(shapes), misfits(config, shapes), _tokenizer(path))
 
 
 def _contents_of_theirs(path: Path, config: ModelConfig) -> _Contents:
     """Tensors without their data, on torch's meta device, tell which names and shapes do not fit."""
     import torch
 
-    from kvad.checkpoint.hf import misfits
+    from kvad.checkpoint import hf
     from kvad.checkpoint.imported import Imported
 
     opened = Imported(path)
@@ -138,7 +138,7 @@ def _contents_of_theirs(path: Path, config: ModelConfig) -> _Contents:
         TensorInfo(name, str(theirs.dtype(name)).removeprefix("torch."), theirs.shape(name), theirs.bytes(name))
         for name in theirs
     )
-    problems = misfits(opened.family, config, meta, str(path))
+    problems = hf.misfits(opened.family, config, meta, str(path))
     tokenizer = None
     try:
         found = opened.tokenizer
@@ -155,18 +155,6 @@ def _file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[s
             check_file(path / name, entry)
         except CheckpointError as error:
             found.append(error.message)
-    return found
-
-
-def _problems(config: ModelConfig, tensors: Sequence[TensorInfo]) -> list[str]:
-    expected = weight_shapes(config)
-    stored = {tensor.name: tensor.shape for tensor in tensors}
-    found = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in stored]
-    for name, shape in stored.items():
-        if name not in expected:
-            found.append(f"{name} {list(shape)} is not part of this model")
-        elif shape != expected[name]:
-            found.append(f"{name} is {list(shape)}, the config says {list(expected[name])}")
     return found
 
 

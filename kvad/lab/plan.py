@@ -22,7 +22,7 @@ from kvad.cache.weights import num_parameters
 from kvad.checkpoint.folder import CONFIG, MODEL, is_foreign, locate
 from kvad.checkpoint.hub import INDEX, SINGLE
 from kvad.config import ModelConfig
-from kvad.errors import ConfigError, UsageError
+from kvad.errors import ConfigError, UsageError, a
 from kvad.lab.headers import stored_dtype
 from kvad.lab.shapes import shape
 from kvad.train.config import RunConfig, read_toml
@@ -153,7 +153,7 @@ def plan_target(
     """
     limit, source = target.config.limit, target.config.source
     if source is None and source_context is not None:
-        raise UsageError(f"{target.name} has no source: it is {_a(target.config.kind)}", "--context is what it reads")
+        raise UsageError(f"{target.name} has no source: it is {a(target.config.kind)}", "--context is what it reads")
     most = 0 if source is None else source.limit
     for what, asked, there in (("context", context, limit), ("source", source_context, most)):
         if asked is not None and asked > there:
@@ -172,10 +172,6 @@ def plan_target(
         **cache,
     )
     return plan_memory(target.config, config, weights_dtype=weights, budget=budget)
-
-
-def _a(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def make_report(

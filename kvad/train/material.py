@@ -97,13 +97,13 @@ class Material:
         """The texts as tokens in ``folder``.  DataError, and nothing written, where they are too few to train on."""
         self._tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
 
-        def data(store: TokenStore) -> TrainingData:
+        def read(store: TokenStore) -> None:
             if isinstance(self.texts, PairCorpus):
-                return PairData(store, self._config, self.texts.num_held, tokenizer.specials.pad or 0)
-            return DocumentData(store, self._config)
+                self.data = PairData(store, self._config, self.texts.num_held, tokenizer.specials.pad or 0)
+            else:
+                self.data = DocumentData(store, self._config)
 
-        self.store, found = open_store(folder, self.texts, tokenizer, accept=data)
-        self.data = data(self.store)
+        self.store, found = open_store(folder, self.texts, tokenizer, accept=read)
         first, *more = self.data.told()
         for line in (first + (", found on disk" if found else ""), *more):
             self._tell(line)

@@ -152,6 +152,11 @@ def test_json_is_one_object_with_everything(kvad, model, llm):
     assert stats["engine_ms"] > 0 and stats["model_ms"] > 0 and stats["first_token"] < stats["seconds"]
 
 
+def test_json_has_the_prompt_without_echo(kvad, model):
+    ran = kvad("generate", model, "hey", "--json", "--echo")
+    assert ran.code == 2 and ran.out == "" and "--echo and --json both given" in ran.err
+
+
 def test_stats_name_speed_cache_hits_and_pressure(kvad, model):
     ran = kvad(
         "generate", model, "hey you there, what is this", "--max-tokens", 9, *GREEDY, "--stats", "--block-size", 4

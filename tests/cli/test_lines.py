@@ -255,6 +255,7 @@ def test_sampling_and_length(kvad, translator):
 
     assert len({say("--temperature", 1.5, "--seed", seed) for seed in range(6)}) > 3
     assert say("--temperature", 1.5, "--seed", 3) == say("--temperature", 1.5, "--seed", 3)
+    assert say("--seed", 3) == say("--temperature", 1.0, "--seed", 3) != say("--seed", 4)
     assert say("--top-k", 1) == say() == say("--beams", 1)
     assert len(say("--max-tokens", 2).encode("utf-8", "replace")) < len(say().encode())
 
@@ -320,6 +321,7 @@ def test_a_line_too_long_or_broken_is_told_and_costs_no_other(kvad, translator):
         (("--beams", 0), "beams: 0 is out of range"),
         (("--n-best", 0), "--n-best: 0 is out of range"),
         (("--n-best", 3, "--beams", 2), "--n-best 3 exceeds --beams 2"),
+        (("--beams", 2, "--seed", 3), "seed and beams=2 cannot go together"),
         (("--temperature", -1), "temperature: -1.0 is out of range"),
         (("--max-tokens", -1), "max_tokens: -1 is out of range"),
         (("--dtype", "int8"), "'int8' is not one of"),

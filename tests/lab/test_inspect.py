@@ -90,7 +90,7 @@ def test_problems_are_named_and_the_code_is_1(tmp_path, capsys):
     assert code == 1
     assert f"problem: {gone} [40, 24] is missing" in out
     assert f"problem: {other} is [3, 24], the config says [12, 24]" in out
-    assert "problem: extra [2] is not part of this model" in out
+    assert "problem: extra [2] is extra: the config has no place for it" in out
 
 
 def flip(path):

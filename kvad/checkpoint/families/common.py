@@ -24,6 +24,7 @@ __all__ = [
     "FAIRSEQ_LAYER",
     "cannot_express",
     "one_kind",
+    "optional",
     "rope",
     "rope_fields",
     "rotary",
@@ -108,17 +109,17 @@ def _scaling(fields: Fields, given: Mapping[str, Any], limit: int) -> Scaling | 
             beta_fast=values.number("beta_fast", default=32.0),
             beta_slow=values.number("beta_slow", default=1.0),
             truncate=values.flag("truncate", True),
-            attention_factor=_optional(values, "attention_factor"),
-            mscale=_optional(values, "mscale"),
-            mscale_all_dim=_optional(values, "mscale_all_dim"),
+            attention_factor=optional(values, "attention_factor"),
+            mscale=optional(values, "mscale"),
+            mscale_all_dim=optional(values, "mscale_all_dim"),
         )
     if kind in ("longrope", "su"):
         scaling = LongRopeScaling(
             short=tuple(map(float, values.get("short_factor", ()))),
             long=tuple(map(float, values.get("long_factor", ()))),
             original=original,
-            factor=_optional(values, "factor"),
-            attention_factor=_optional(values, "attention_factor"),
+            factor=optional(values, "factor"),
+            attention_factor=optional(values, "attention_factor"),
         )
         if scaling.attention_factor is None:
             values.refuse("factor", limit / original, why="transformers 4 takes max_position_embeddings / original")
@@ -138,7 +139,7 @@ def _original(fields: Fields, values: Fields, limit: int) -> int:
     return inner
 
 
-def _optional(values: Fields, name: str) -> float | None:
+def optional(values: Fields, name: str) -> float | None:
     return values.number(name) if name in values else None
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvad.checkpoint.families import encoders
@@ -30,6 +31,7 @@ from kvad.config import (
     Stack,
     Transform,
 )
+from kvad.model.positions import sinusoid
 
 __all__ = ["FAMILY"]
 
@@ -117,7 +119,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The sinusoidal positions [limit, E] as their files hold them."""
     if isinstance(config.embed.position, SinusoidalPositions):
-        yield _base(config) + _TABLE, encoders.sines(config.limit, config.width)
+        yield _base(config) + _TABLE, sinusoid(torch.arange(config.limit), config.width, config.embed.position)
 
 
 _heads = encoders.settling("vocab_transform.weight")

@@ -33,6 +33,7 @@ from kvad.config import (
     Stack,
 )
 from kvad.errors import CheckpointError
+from kvad.model.positions import sinusoid
 
 __all__ = ["Skeleton", "concat_tables", "learned"]
 
@@ -61,10 +62,8 @@ def learned(offset: int) -> Callable[[Fields, int], Positions]:
 
 
 def concat_tables(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The sinusoidal tables [limit, E] that stand in their files, computed as they are: sin(p / 10000^(2i/E))."""
-    exponent = 2 * torch.arange(config.width // 2, dtype=torch.float64) / config.width
-    angle = torch.arange(config.limit, dtype=torch.float64).unsqueeze(-1) / torch.pow(10000.0, exponent)
-    table = torch.cat((angle.sin(), angle.cos()), dim=-1).float()
+    """The sinusoidal tables [limit, E] that stand in their files."""
+    table = sinusoid(torch.arange(config.limit), config.width, SinusoidalPositions(form="concat"))
     for side in _SIDES:
         yield f"model.{side}.embed_positions.weight", table.clone()
 
