@@ -24,10 +24,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -60,8 +60,6 @@ from kvad.errors import CheckpointError, ConfigError
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["DTYPES", "Own", "Training", "Verify", "load", "save", "save_step"]
-
-T = TypeVar("T")
 
 DTYPES = {
     "float64": torch.float64,
@@ -182,20 +180,16 @@ class Own(Opened):
     @cached_property
     def config(self) -> ModelConfig:
         """Raises ConfigError naming the file and the key for one that cannot be."""
-        return self._named(lambda: ModelConfig.load(self.path / CONFIG))
+        return ModelConfig.load(self.path / CONFIG)
 
     @cached_property
     def generation(self) -> Generation:
         """Raises ConfigError as :attr:`config` does."""
         content = read_json(self.path / CONFIG).get("generation")
-        return self._named(lambda: Generation() if content is None else from_dict(Generation, content, "generation"))
-
-    def _named(self, read: Callable[[], T]) -> T:
         try:
-            return read()
+            return Generation() if content is None else from_dict(Generation, content, "generation")
         except ConfigError as error:
-            where = "" if str(self.path) in error.message else f"{self.path / CONFIG}: "
-            raise ConfigError(where + error.message, error.hint) from error
+            raise ConfigError(f"{self.path / CONFIG}: {error.message}", error.hint) from error
 
     @cached_property
     def origin(self) -> str | None:
