@@ -28,6 +28,7 @@ from kvad.checkpoint.folder import (
     locate,
     read_json,
 )
+from kvad.checkpoint.hub import resolve
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, TokenizerError, UsageError
 from kvad.lab.draw import AttentionMap
@@ -78,12 +79,13 @@ class Attention(NamedTuple):
 
 
 def summarise(folder: Path, *, check: bool = False) -> Summary:
-    """``check``: also compare every file with its sha256 (this reads them all, and imports torch).
+    """Of a folder, a run, or a name on the hub.  ``check``: also compare every file with its sha256 (this reads them
+    all, and imports torch).
 
     Raises CheckpointError for what is not a whole checkpoint, and for a file that ``check`` finds to be another than
     the manifest's; ConfigError for a config that cannot be; UsageError for a check of a folder without any manifest.
     """
-    path = locate(folder)
+    path = locate(resolve(folder))
     if check and not is_ours(path):
         raise UsageError(f"{path}: a Hugging Face folder has no manifest to check against", f"kvad doctor {path}")
     if check:
