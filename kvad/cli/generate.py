@@ -53,9 +53,13 @@ def generate(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
         raise click.UsageError("--echo and --json both given: the JSON has every prompt.")
     given = read_sampling(options)
     prompts = [_read(text, options["ids"]) for text in prompt] or [""]
-    each = max(given.get("n", 1), given.get("beams", 1))
-    rows = max(min(8, len(prompts) * each), given.get("beams", 1))
-    with open_llm(model, options, rows=rows) as llm, Interrupt() as stop:
+    from kvad.checkpoint.open import open_checkpoint
+    from kvad.llm import sampling_of
+
+    opened = open_checkpoint(model)
+    asked = sampling_of(given, opened.generation)
+    rows = max(min(8, len(prompts) * max(asked.n, asked.beams)), asked.beams)
+    with open_llm(opened.path, options, rows=rows) as llm, Interrupt() as stop:
         sampling = choose_sampling(llm, given, options["bad_word"])
         answers = [_Answer.of(llm, each, sampling.n) for each in prompts]
         printer = _Printer(llm, answers, echo=options["echo"]) if options["stream"] and not options["as_json"] else None

@@ -11,6 +11,7 @@ import click
 from kvad.cli.common import given, model_argument
 from kvad.cli.lines import Lines, Task, answered, line_options, look, printer, tell, tokenizer_of
 from kvad.cli.running import DTYPES
+from kvad.cli.sampling import check_ranges
 from kvad.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ __all__ = ["translate"]
 
 MAX_TOKENS = 256  # of a translation, where neither the user nor the checkpoint says
 MOST_LINES, MOST_ROWS = 32, 512  # at a time, where nothing is said: lines, and the beams of all of them
-SAMPLED = ("temperature", "top_k", "top_p", "seed")  # any of them asks for samples
-ASKED = ("beams", "length_penalty", "max_tokens", *SAMPLED)
+ASKED = ("beams", "length_penalty", "max_tokens", "temperature", "top_k", "top_p", "seed")
 
 
 class Translation(NamedTuple):
@@ -72,9 +72,7 @@ def translate(model: Path, file: Path | None, **options: Any) -> None:
 
 def _check(options: Mapping[str, Any]) -> None:
     """What can be refused before anything is opened."""
-    from kvad.engine.request import Sampling
-
-    Sampling.of(**given(options, ASKED))
+    check_ranges(given(options, ASKED))
     if options["n_best"] < 1:
         raise RequestError(f"--n-best: {options['n_best']} is out of range, must be at least 1")
     if options["beams"] is not None and options["n_best"] > options["beams"] and options["temperature"] is None:
@@ -83,12 +81,12 @@ def _check(options: Mapping[str, Any]) -> None:
 
 def _sampling(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of LLM.generate: what was asked for, over the checkpoint's own, over a greedy search."""
+    from kvad.engine.request import SAMPLED
+
     said: Mapping[str, Any] = opened.generation.sampling or {}
     chosen = given(options, ASKED)
     chosen.setdefault("max_tokens", min(said.get("max_tokens", MAX_TOKENS), opened.config.limit))
     sampled = any(name in chosen for name in SAMPLED)
-    if sampled:
-        chosen.setdefault("temperature", said.get("temperature") or 1.0)
     if not sampled and "beams" not in chosen and options["n_best"] > 1:
         chosen["beams"] = max(options["n_best"], said.get("beams", 1))
     if not sampled and "beams" not in chosen and not said:
@@ -102,10 +100,10 @@ def _sampling(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load(opened: Opened, sampling: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
     """With a cache of rows for as many lines as half of the memory holds, 32 at most."""
-    from kvad.llm import LLM
+    from kvad.llm import LLM, sampling_of
 
-    said: Mapping[str, Any] = opened.generation.sampling or {}
-    each = max(sampling.get("beams", 1 if "temperature" in sampling else said.get("beams", 1)), sampling.get("n", 1))
+    asked = sampling_of(sampling, opened.generation)
+    each = max(asked.beams, asked.n)
     longest = sampling["max_tokens"] + len((options["prefix"] or "").encode()) + 2  # no text has more tokens than bytes
     capacity = min(opened.config.limit, longest) if options["context"] is None else options["context"]
     if options["rows"] is not None and options["rows"] < each:

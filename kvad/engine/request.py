@@ -20,6 +20,8 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 100
 SEARCHED = ("beams", "length_penalty", "length_form", "early_stopping", "patience")  # what only a beam search heeds
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")  # any of them asks for samples
+SINGLE = ("logprobs", "stop", "prompt_logprobs")  # these of no beam search either
 
 
 @dataclass(frozen=True)
