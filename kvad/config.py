@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -77,6 +77,7 @@ __all__ = [
     "from_dict",
     "head_dim",
     "head_width",
+    "meaning",
     "mixers",
     "override",
     "source_width",
@@ -127,6 +128,11 @@ class ModelConfig:
         assert stack is not None, "_check_model has looked"
         return stack
 
+    @property
+    def per_row(self) -> bool:
+        """Whether the head answers for a whole row, and not for each of its tokens."""
+        return isinstance(self.head, Pooled) or (isinstance(self.head, Classes) and self.head.per == "row")
+
     def __post_init__(self) -> None:
         _check_model(self)
 
@@ -140,7 +146,7 @@ class ModelConfig:
 
     @staticmethod
     def load(path: Path) -> ModelConfig:
-        """From a JSON file; a checkpoint's ``config.json`` holds the model under ``"model"``."""
+        """From a JSON file; a checkpoint's ``config.json`` holds the model under ``"model"``.  ConfigError names it."""
         try:
             data = json.loads(path.read_text("utf-8"))
         except FileNotFoundError as error:
@@ -149,7 +155,50 @@ class ModelConfig:
             raise ConfigError(f"{path} is not JSON: {error}") from error
         if not isinstance(data, dict):
             raise ConfigError(f"{path}: expected an object of keys, found {type(data).__name__}")
-        return ModelConfig.from_dict(data.get("model", data))
+        try:
+            return ModelConfig.from_dict(data.get("model", data))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error.message}", error.hint) from error
+
+
+# ---------------------------------------------------------------- when two are the same model
+
+
+def meaning(config: ModelConfig) -> dict[str, Any]:
+    """Every number of a model by its dotted name, layer by layer, with what is left open filled in.
+
+    Two configs with the same meaning are one model in two spellings: ``kv_heads`` unsaid or as many as ``heads``, a
+    pattern written once or twice, kinds of layers by other letters.
+    """
+    found: dict[str, Any] = {}
+    for name, value in to_dict(config).items():
+        if name not in ("encoder", "decoder"):
+            found |= _flat(name, value)
+    for name, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
+        if stack is None:
+            continue
+        said = to_dict(stack).items()
+        found |= {f"{name}.{key}": value for key, value in said if key not in ("kinds", "pattern")}
+        for index in range(stack.layers):
+            layer = stack.layer(index)
+            cross = None if layer.cross is None else _filled(config, layer.cross)
+            filled = replace(layer, mixer=_filled(config, layer.mixer), cross=cross)
+            found |= _flat(f"{name}.layers.{index}", to_dict(filled))
+    return found
+
+
+def _filled(config: ModelConfig, mixer: Attention) -> Attention:
+    dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
+    scale = {"default": dim**-0.5, "none": 1.0}.get(str(mixer.scale), mixer.scale)
+    return replace(mixer, head_dim=dim, kv_heads=kv_heads, value_dim=mixer.value_dim or dim, scale=scale)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    for key, part in value.items():
+        yield from _flat(f"{name}.{key}", part)
 
 
 # ---------------------------------------------------------------- what a memory must hold

@@ -38,6 +38,7 @@ __all__ = [
     "SaveError",
     "TokenizerError",
     "UsageError",
+    "a",
     "counted",
     "nearest",
 ]
@@ -111,6 +112,11 @@ class CacheError(EngineError):
 def counted(number: int, noun: str, plural: str = "") -> str:
     """``1 token``, ``2,048 tokens``; ``plural`` where it does not end in a plain s."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def a(noun: str) -> str:
+    """``a decoder``, ``an encoder``: by its first letter."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

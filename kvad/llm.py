@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -29,13 +29,13 @@ from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sizing import CacheConfig
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import DTYPES
-from kvad.checkpoint.open import Opened, load_model, open_checkpoint
+from kvad.checkpoint.open import Opened, model_of, open_checkpoint
 from kvad.config import Classes, Head, ModelConfig, Pooled
 from kvad.engine.answers import fill_masks, label_row, label_tokens
 from kvad.engine.completion import Completion, TextScore
 from kvad.engine.desk import Desk, Ticket
 from kvad.engine.engine import Engine, Piece
-from kvad.engine.request import SEARCHED, Sampling, TokenScore
+from kvad.engine.request import SAMPLED, SEARCHED, SINGLE, Sampling, TokenScore
 from kvad.engine.texts import Prompt, Texts, one_or_many
 from kvad.engine.trace import Trace, trace
 from kvad.errors import ConfigError, RequestError, UsageError, nearest
@@ -106,7 +106,7 @@ class LLM:
             require(plan_memory(opened.config, config, weights_dtype=computed), available_bytes())
         for name in opened.generation.unheard:
             warnings.warn(f"{opened.path}: generation_config.json: {name} is not applied", stacklevel=2)
-        model, opened = load_model(opened.path, dtype=dtype, device=where)
+        model = model_of(opened, dtype, where)
         return LLM(model, opened.tokenizer, config, generation=opened.generation)
 
     # ------------------------------------------------------------ text out
@@ -190,13 +190,11 @@ class LLM:
         if crossed != (source is not None):
             what = "source=: this model scores targets of a source" if crossed else "this model has no source"
             raise RequestError(what, "give the text that the targets answer" if crossed else "leave source= out")
+        read = None if source is None else self.texts.source(source, source_language)
         known: dict[int, list[int]] = {}
 
         def submit(text: Prompt) -> Ticket:
-            if source is None:
-                tokens, read = self.texts.prompt(text), None
-            else:
-                tokens, read = self.texts.target(text), self.texts.source(source, source_language)
+            tokens = self.texts.prompt(text) if read is None else self.texts.target(text)
             ticket = self._submit(tokens, sampling, read)
             known[ticket.request] = tokens
             return ticket
@@ -227,8 +225,7 @@ class LLM:
                 raise RequestError("source=: this model answers a source", "give the text to translate")
             step = step._replace(source=self._step(self.texts.source(source)))
         hidden = self.model(step, Fresh(self.model.config))
-        head = self.model.config.head
-        if isinstance(head, Pooled) or (isinstance(head, Classes) and head.per == "row"):
+        if self.model.config.per_row:
             return self.model.rows(hidden, step)[0]
         return self.model.logits(hidden, step.wanted)
 
@@ -305,7 +302,7 @@ class LLM:
 
     def sampling(self, **options: Any) -> Sampling:
         """These options over the checkpoint's own defaults.  RequestError for a name or a value that cannot be."""
-        return _sampling(None, options, self.generation)
+        return sampling_of(options, self.generation)
 
     # ------------------------------------------------------------ life
 
@@ -344,7 +341,7 @@ class LLM:
     def _sampling(
         self, sampling: Sampling | None, options: dict[str, Any], language: str | None, prefix: Prompt | None
     ) -> Sampling:
-        chosen = _sampling(sampling, options, self.generation)
+        chosen = _chosen(sampling, options, self.generation)
         if language is not None:
             if options.get("forced_first") is not None:
                 raise RequestError("language= and forced_first= both given", "a language is a forced first token")
@@ -473,15 +470,22 @@ def default_cache(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
     return CacheConfig(**chosen)
 
 
-def _sampling(sampling: Sampling | None, options: dict[str, Any], generation: Generation) -> Sampling:
-    """What is asked for, over the checkpoint's defaults: asking to sample leaves its beam search out, and a beam search
-    its sampling."""
-    if sampling is not None:
-        if not isinstance(sampling, Sampling):
-            raise RequestError(f"sampling: expected a Sampling, found {sampling!r}", "give its fields as keywords")
-        if options:
-            raise RequestError(f"sampling= and {next(iter(options))}= both given", "put it in the Sampling")
-        return sampling
+def _chosen(sampling: Sampling | None, options: dict[str, Any], generation: Generation) -> Sampling:
+    if sampling is None:
+        return sampling_of(options, generation)
+    if not isinstance(sampling, Sampling):
+        raise RequestError(f"sampling: expected a Sampling, found {sampling!r}", "give its fields as keywords")
+    if options:
+        raise RequestError(f"sampling= and {next(iter(options))}= both given", "put it in the Sampling")
+    return sampling
+
+
+def sampling_of(options: Mapping[str, Any], generation: Generation) -> Sampling:
+    """What is asked for, over the checkpoint's defaults.
+
+    Asking to sample, or for more than a search would give, leaves the checkpoint's search out, beams and greedy; asking
+    for a beam search leaves its sampling out.  RequestError for a name or a value that cannot be.
+    """
     defaults: dict[str, Any] = dict(generation.sampling or {})
     words = (*((token,) for token in generation.banned), *generation.bad_words)
     if words:
@@ -489,18 +493,18 @@ def _sampling(sampling: Sampling | None, options: dict[str, Any], generation: Ge
     for name in ("forced_first", "forced_last"):
         if getattr(generation, name) is not None:
             defaults[name] = getattr(generation, name)
-    sampled = {"temperature", "top_k", "top_p", "min_p", "typical_p", "logprobs", "stop", "prompt_logprobs"}
-    if sampled & set(options) and not set(SEARCHED) & set(options):
-        defaults = {name: value for name, value in defaults.items() if name not in SEARCHED}
-    if options.get("n", 1) > defaults.get("beams", 1):  # more than the search would give: they are sampled
+    more = options.get("n", 1) > defaults.get("beams", 1)
+    if more or ({*SAMPLED, *SINGLE} & options.keys() and not options.keys() & set(SEARCHED)):
         defaults = {name: value for name, value in defaults.items() if name not in SEARCHED}
     if options.get("beams", 1) != 1:
-        defaults = {name: value for name, value in defaults.items() if name not in sampled}
+        defaults = {name: value for name, value in defaults.items() if name not in (*SAMPLED, *SINGLE)}
         defaults["temperature"] = 0.0
     if isinstance(options.get("max_tokens"), int) and "min_tokens" in defaults:
         defaults["min_tokens"] = min(defaults["min_tokens"], options["max_tokens"])
     if options.get("beams", defaults.get("beams", 1)) == 1:  # a file's words on a search that is not made
         defaults = {name: value for name, value in defaults.items() if name not in SEARCHED}
+        if defaults.get("temperature") == 0 and (more or options.keys() & set(SAMPLED)):
+            del defaults["temperature"]
     return Sampling.of(**{**defaults, **options})
 
 

@@ -147,7 +147,7 @@ def test_load_reads_a_config_and_a_checkpoint_s(tmp_path: Path) -> None:
         (b"{width", "config.json is not JSON"),
         (b"\xff\xfe\x00", "config.json is not JSON"),
         (b"[1, 2]", "expected an object of keys, found list"),
-        (b"{}", "missing key width"),
+        (b"{}", "config.json: missing key width"),
         (b'{"model": 3}', "ModelConfig: expected an object, found 3"),
     ],
 )

@@ -12,6 +12,7 @@ from kvad.checkpoint.generation import Generation, read_generation
 from kvad.config import mixers
 from kvad.engine.request import Event, Result, Sampling
 from kvad.engine.scheduler import Scheduler
+from kvad.engine.texts import Texts
 from kvad.errors import CheckpointError, ConfigError, RequestError
 from kvad.llm import LLM
 from tests.models import build, encoder_config, model_config, pair_config
@@ -114,6 +115,16 @@ def test_where_too_few_beams_end_the_living_stand_in_with_their_last_token() -> 
     for each in done.samples:
         scored = pair().score([1, *each.tokens], source=[3, 4, 5]).logprobs[1:]
         assert each.total == pytest.approx(sum(one or 0.0 for one in scored) / len(each.tokens), abs=1e-4)
+
+
+def test_targets_of_one_source_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = [pair().score(target, source=[3, 4, 5]) for target in ([1, 6, 7], [1, 8])]
+    read, source = list[list[int]](), Texts.source
+    monkeypatch.setattr(Texts, "source", lambda self, text, language: read.append(text) or source(self, text, language))
+    together = pair().score([[1, 6, 7], [1, 8]], source=[3, 4, 5])
+    assert read == [[3, 4, 5]] and [each.tokens for each in together] == [(1, 6, 7), (1, 8)]
+    for one, other in zip(together, alone, strict=True):
+        assert one.logprobs[1:] == pytest.approx(other.logprobs[1:])
 
 
 def test_what_is_asked_for_wins_over_the_checkpoint() -> None:

@@ -57,7 +57,6 @@ from kvad.config import (
     Layer,
     ModelConfig,
     Plain,
-    Pooled,
     Rope,
     Stack,
     T5Bias,
@@ -257,7 +256,7 @@ def _encoding(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int
 def _answers(config: ModelConfig, cache: CacheConfig, tokens: int, size: int) -> int:
     """An encoder's head: of every token, unless it answers for rows alone."""
     head = config.head
-    if isinstance(head, Pooled) or (isinstance(head, Classes) and head.per == "row"):
+    if config.per_row:
         return size * (tokens * config.width + cache.rows * (2 * config.width + 3 * head_width(config)))
     outputs = len(head.labels) if isinstance(head, Classes) else config.vocab
     copies = 1

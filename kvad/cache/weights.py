@@ -33,7 +33,7 @@ from kvad.config import (
 )
 from kvad.own import load_own
 
-__all__ = ["PARTS", "lookup_bytes", "num_parameters", "part_of", "parts", "weight_bytes", "weight_shapes"]
+__all__ = ["PARTS", "lookup_bytes", "misfits", "num_parameters", "part_of", "parts", "weight_bytes", "weight_shapes"]
 
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
@@ -43,6 +43,18 @@ PARTS = ("embedding", "attention", "mlp", "norms", "head")
 def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Name -> shape of every tensor that a checkpoint of this model stores."""
     return dict(_model(config))
+
+
+def misfits(config: ModelConfig, stored: Mapping[str, Shape]) -> list[str]:
+    """What is wrong with stored tensors, name by name: missing, of no place in the model, of another shape."""
+    wanted = weight_shapes(config)
+    found = [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in stored]
+    for name, shape in stored.items():
+        if name not in wanted:
+            found.append(f"{name} {list(shape)} is extra: the config has no place for it")
+        elif shape != wanted[name]:
+            found.append(f"{name} is {list(shape)}, the config says {list(wanted[name])}")
+    return found
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -26,7 +26,9 @@ __all__ = [
     "check_file",
     "entry_of",
     "is_foreign",
+    "is_ours",
     "is_run",
+    "listed",
     "locate",
     "read_json",
     "read_manifest",
@@ -78,12 +80,18 @@ def is_run(path: Path) -> bool:
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a folder is Hugging Face's rather than kvad's: its config names a ``model_type``, or no model."""
+    """Whether a folder has Hugging Face's layout rather than kvad's: its config names a ``model_type``, or no model."""
+    content = _content(path / CONFIG)
+    return content is not None and "kvad" not in content and ("model_type" in content or "model" not in content)
+
+
+def _content(path: Path) -> dict[str, Any] | None:
+    """Of a JSON file that may not be there, or be none: whoever needs it says so."""
     try:
-        content = json.loads((path / CONFIG).read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and "kvad" not in content and ("model_type" in content or "model" not in content)
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -108,6 +116,17 @@ def entry_of(path: Path) -> dict[str, Any]:
     """What the manifest says of a file."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def is_ours(path: Path) -> bool:
+    """Whether kvad wrote a folder, in whichever layout: then it has a manifest, or should have.  Others may have a
+    ``manifest.json`` of their own."""
+    return not is_foreign(path) or (path / TRAINING).is_dir() or "kvad" in (_content(path / MANIFEST) or {})
+
+
+def listed(path: Path) -> dict[str, dict[str, Any]] | None:
+    """:func:`read_manifest` of a folder that kvad wrote, None of another."""
+    return read_manifest(path) if is_ours(path) else None
 
 
 def read_manifest(path: Path) -> dict[str, dict[str, Any]]:

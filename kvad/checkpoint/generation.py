@@ -1,7 +1,8 @@
 """What a checkpoint says about generating with it: where targets begin, which tokens end them, and its defaults.
 
-Read from ``generation_config.json``, and from ``config.json`` where older files say it there; kept under
-``"generation"`` in kvad's own ``config.json``.  Every field is applied, as a default that a request may change.
+Read from ``generation_config.json``, and from ``config.json`` where older files say it there, and written so; in kvad's
+own layout kept under ``"generation"`` in ``config.json``.  Every field is applied, as a default that a request may
+change.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from typing import Any, Literal
 
 from kvad.errors import CheckpointError
 
-__all__ = ["Generation", "read_generation", "read_pooling"]
+__all__ = [
+    "GENERATION",
+    "Generation",
+    "generation_fields",
+    "generation_file",
+    "read_generation",
+    "read_pooling",
+    "write_pooling",
+]
+
+GENERATION = "generation_config.json"
+SOURCE_END = "source_end_token_id"  # kvad's own field: theirs leave it to the tokenizer
 
 
 # Fields that would change a text, and their values that would not.
@@ -121,6 +133,7 @@ def read_generation(config: Mapping[str, Any], generation: Mapping[str, Any] | N
         start=one("decoder_start_token_id"),
         bos=one("bos_token_id"),
         stops=stops,
+        source_end=one(SOURCE_END),
         pad=one("pad_token_id"),
         forced_first=one("forced_bos_token_id"),
         forced_last=one("forced_eos_token_id"),
@@ -144,3 +157,61 @@ def _sampling(said: Mapping[str, Any]) -> dict[str, int | float | bool | str]:
         names |= {"num_beams": "beams", "length_penalty": "length_penalty", "early_stopping": "early_stopping"}
     found = {ours: said[theirs] for theirs, ours in names.items() if said.get(theirs) is not None}
     return found if said.get("do_sample", False) else {**found, "temperature": 0.0}
+
+
+# ---------------------------------------------------------------- writing
+
+
+def generation_fields(generation: Generation) -> dict[str, Any]:
+    """What ``config.json`` says of it, too."""
+    fields = {
+        "bos_token_id": generation.bos,
+        "eos_token_id": _one_or_list(generation.stops),
+        "pad_token_id": generation.pad,
+        "decoder_start_token_id": generation.start,
+    }
+    always = ("bos_token_id", "eos_token_id")  # where nothing is said, transformers would take ids of its own
+    return {name: value for name, value in fields.items() if value is not None or name in always}
+
+
+def generation_file(generation: Generation) -> dict[str, Any] | None:
+    """The content of ``generation_config.json``; None where there is nothing to say."""
+    if generation == Generation():
+        return None
+    fields = generation_fields(generation) | {
+        "forced_bos_token_id": generation.forced_first,
+        "forced_eos_token_id": generation.forced_last,
+        "bad_words_ids": [*([token] for token in generation.banned), *map(list, generation.bad_words)] or None,
+        SOURCE_END: generation.source_end,
+    }
+    names = {"beams": "num_beams", "no_repeat_ngram": "no_repeat_ngram_size", "min_tokens": "min_new_tokens"}
+    names |= {"max_tokens": "max_new_tokens"}
+    said = dict(generation.sampling or {})
+    if said:
+        fields["do_sample"] = said.get("temperature", 1.0) != 0
+    fields |= {names.get(name, name): value for name, value in said.items() if name != "temperature" or value}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _one_or_list(tokens: tuple[int, ...]) -> int | list[int] | None:
+    if not tokens:
+        return None
+    return tokens[0] if len(tokens) == 1 else list(tokens)
+
+
+def write_pooling(folder: Path, generation: Generation, width: int) -> None:
+    """How an encoder's vectors are made, as sentence-transformers (and :func:`read_pooling`) reads it."""
+    pool, unit = generation.pool, generation.unit
+    if pool is None:
+        return
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), *([("2_Normalize", "Normalize")] if unit else [])]
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules, indent=2) + "\n", encoding="utf-8")
+    for path, _ in kinds[1:]:
+        (folder / path).mkdir()
+    modes = {"pooling_mode_cls_token": pool == "first", "pooling_mode_mean_tokens": pool == "mean"}
+    said = {"word_embedding_dimension": width, **modes}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,9 @@
 """Hugging Face checkpoints, read and written: what all families share.
 
 A family (``families/*.py``) is two functions and a table, with no ``nn.Module`` anywhere: :attr:`Family.read` makes a
-:class:`ModelConfig` of a ``config.json``, :attr:`Family.write` the inverse, and :attr:`Family.rules` pairs our modules
-with theirs.  A :class:`Rule` is read in both directions, so what loads also exports:
+:class:`ModelConfig` of a ``config.json``, :attr:`Family.spell` the inverse, which :meth:`Family.write` reads back
+before it believes it, and :attr:`Family.rules` pairs our modules with theirs.  A :class:`Rule` is read in both
+directions, so what loads also exports:
 
     rule("decoder.layers.0.mixer.out", "model.layers.0.self_attn.o_proj")            .weight and .bias, as they are
     rule("decoder.layers.0.mixer.out", "transformer.h.0.attn.c_proj", TRANSPOSED)    [in, out] on their side
@@ -25,8 +26,8 @@ import torch
 from torch import Tensor
 
 from kvad.cache.weights import weight_shapes
-from kvad.config import ModelConfig
-from kvad.errors import CheckpointError, nearest
+from kvad.config import ModelConfig, meaning
+from kvad.errors import CheckpointError, ConfigError, nearest
 
 __all__ = [
     "SAME",
@@ -378,8 +379,8 @@ class Fields:
 
 @dataclass(frozen=True)
 class Family:
-    """``types``: the ``model_type`` values that are read.  ``write`` gives the ``config.json`` of what kvad has, with
-    ``model_type`` and ``architectures``; it raises CheckpointError where their classes cannot express a config.
+    """``types``: the ``model_type`` values that are read.  ``spell`` gives the ``config.json`` of what kvad has, with
+    ``model_type`` and ``architectures``; what it has no field for it may leave out, for :meth:`write` will notice.
 
     ``prefix``: of their base model, which some files have and some lack.  ``ignored``: patterns of tensors that are not
     weights (constants, copies of tied ones), without the prefix.  ``extra``: what their files hold beside our weights.
@@ -391,7 +392,7 @@ class Family:
     types: tuple[str, ...]
     read: Callable[[Fields], ModelConfig]
     rules: Callable[[ModelConfig], Iterable[Rule]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    spell: Callable[[ModelConfig], dict[str, Any]]
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     extra: Callable[[ModelConfig], Iterable[tuple[str, Tensor]]] | None = None
@@ -399,3 +400,27 @@ class Family:
     spellings: Mapping[str, str] = field(default_factory=dict)
     settle: Callable[[ModelConfig, Callable[[str], Tensor | None]], ModelConfig] | None = None
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """The ``config.json`` of a model, proven: read back, it is this model.  CheckpointError names the first part
+        that would be another, because their class has no place for it."""
+        name = self.types[0]
+        try:
+            content = self.spell(config)
+            name = content["model_type"]
+            again = self.read(Fields(content, name))
+        except (CheckpointError, ConfigError) as error:
+            said = (
+                error.message
+                if "cannot express" in error.message
+                else f"{name} cannot express this model: {error.message}"
+            )
+            raise CheckpointError(said) from error
+        except (AssertionError, AttributeError, KeyError, TypeError) as error:  # it met a model of another kind
+            raise CheckpointError(f"{name} cannot express this {config.kind}: {error}") from error
+        ours, theirs = meaning(config), meaning(again)
+        for part in {**ours, **theirs}:
+            mine, other = ours.get(part), theirs.get(part)
+            if mine != other:
+                raise CheckpointError(f"{name} cannot express this model: {part} is {mine!r}, would become {other!r}")
+        return content

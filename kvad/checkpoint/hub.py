@@ -74,14 +74,16 @@ def resolve(
     offline: bool | None = None,
     cache_dir: Path | None = None,
     progress: type | None = None,
+    weights: bool = True,
 ) -> Path:
     """The folder of a model, downloaded if it must be; what an interrupted download left is gone on with.
 
     ``offline`` None: as HF_HUB_OFFLINE says.  ``token`` None: that of ``hf auth login`` or HF_TOKEN.  ``progress``:
-    a tqdm class, handed to huggingface_hub.  Raises UsageError for a name that can be neither, CheckpointError for a
+    a tqdm class, handed to huggingface_hub.  ``weights`` False: config and tokenizer are enough, whatever the weights
+    are.  Raises UsageError for a name that can be neither, CheckpointError for a
     folder or model that is not there, cannot be had, or cannot be read, SaveError if the disk refuses.
     """
-    name = os.fspath(name_or_path)
+    name = re.sub(r"^hf:/(?!/)", PREFIX, os.fspath(name_or_path))  # of two slashes pathlib leaves one
     path = Path(os.path.expanduser(name))  # of pathlib's own, and of its is_dir, some names are an exception
     if name and os.path.isdir(path):
         if revision is not None:
@@ -94,7 +96,7 @@ def resolve(
         raise UsageError(f"two revisions of {repo}: {named!r} and {revision!r}")
     if offline is None:
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in _YES
-    return _fetch(_Wanted(repo, revision or named, offline, cache_dir), token, progress)
+    return _fetch(_Wanted(repo, revision or named, offline, cache_dir), token, progress, weights)
 
 
 def _parse(name: str) -> tuple[str, str | None]:
@@ -133,7 +135,7 @@ def _around(path: Path, is_name: bool) -> str:
 # ---------------------------------------------------------------- the hub
 
 
-def _fetch(wanted: _Wanted, token: str | None, progress: type | None) -> Path:
+def _fetch(wanted: _Wanted, token: str | None, progress: type | None, weights: bool) -> Path:
     import huggingface_hub
 
     def snapshot(revision: str | None, patterns: list[str]) -> Path:
@@ -153,6 +155,8 @@ def _fetch(wanted: _Wanted, token: str | None, progress: type | None) -> Path:
 
     try:
         folder = snapshot(wanted.revision, SMALL)
+        if not weights:
+            return folder
         _refuse_config(str(wanted), _config(folder))
         if not wanted.offline:
             folder = snapshot(folder.name, LARGE)  # of the same commit, whatever was pushed in between

@@ -1,4 +1,5 @@
-"""A Hugging Face folder as a checkpoint: its family's config, its tokenizer, its tensors under our names, lazily.
+"""A folder in Hugging Face's layout, ours or another's, as a checkpoint: its family's config, its tokenizer, its
+tensors under our names, lazily.
 
 Nothing of the folder runs: ``auto_map`` is not followed, no pickle is opened.
 """
@@ -6,7 +7,7 @@ Nothing of the folder runs: ``auto_map`` is not followed, no pickle is opened.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -14,18 +15,17 @@ import torch
 from torch import Tensor
 
 from kvad.checkpoint.families import find
-from kvad.checkpoint.folder import is_foreign, read_json
-from kvad.checkpoint.generation import Generation, read_generation, read_pooling
+from kvad.checkpoint.folder import CONFIG, is_foreign, read_json
+from kvad.checkpoint.generation import GENERATION, Generation, read_generation, read_pooling
 from kvad.checkpoint.hf import Family, Fields, read_tensors, settled
 from kvad.checkpoint.hub import refuse_unreadable
+from kvad.checkpoint.opened import Opened
 from kvad.checkpoint.shards import ShardedTensors, open_tensors
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, TokenizerError
-from kvad.text.tokenizer import Tokenizer, load_tokenizer
+from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["Imported", "is_foreign", "read_config"]
-
-CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
 def read_config(path: Path) -> tuple[ModelConfig, str | None]:
@@ -47,11 +47,8 @@ def _family(fields: Fields) -> Family:
         raise CheckpointError(f"{fields.where}: {error.message}{code}", error.hint) from error
 
 
-@dataclass(frozen=True)
-class Imported:
-    """A folder that has been looked at; what is in it is read when it is asked for."""
-
-    path: Path
+class Imported(Opened):
+    """A family's config and tensors, under our names."""
 
     @cached_property
     def fields(self) -> Fields:
@@ -78,15 +75,9 @@ class Imported:
                 raise CheckpointError(f"{path}: {name}: {token} is outside the vocabulary of {self.config.vocab}")
         return replace(said, pool=pool, unit=unit)
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """None where the folder has none at all.  Raises TokenizerError for one that cannot be read."""
-        names = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer_config.json")
-        models = [*self.path.glob("*.model"), *self.path.glob("*.spm")]
-        if not models and not any((self.path / name).exists() for name in names):
-            return None
-        tokenizer = load_tokenizer(self.path)
-        if tokenizer.vocab_size > self.config.vocab:
+    def read_tokenizer(self) -> Tokenizer | None:
+        tokenizer = super().read_tokenizer()
+        if tokenizer is not None and tokenizer.vocab_size > self.config.vocab:
             raise TokenizerError(
                 f"{self.path}: the tokenizer has {tokenizer.vocab_size:,} ids, the model {self.config.vocab:,}",
                 "do they belong together?",

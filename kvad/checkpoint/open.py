@@ -1,4 +1,4 @@
-"""One door for every checkpoint: kvad's own folders and runs, Hugging Face folders, and names on the hub.
+"""One door for every checkpoint: kvad's folders and runs, Hugging Face folders, and names on the hub.
 
 model, opened = load_model("runs/demo")
 model, opened = load_model("HuggingFaceTB/SmolLM2-135M", dtype="bfloat16")
@@ -6,53 +6,18 @@ model, opened = load_model("HuggingFaceTB/SmolLM2-135M", dtype="bfloat16")
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.folder import locate
-from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.hub import resolve
-from kvad.checkpoint.imported import Imported, is_foreign
 from kvad.checkpoint.native import DTYPES, Verify, load
-from kvad.config import ModelConfig
-from kvad.errors import CheckpointError, UsageError, nearest
+from kvad.checkpoint.opened import Opened
+from kvad.errors import UsageError, nearest
 from kvad.model.transformer import Transformer
-from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["Opened", "load_model", "open_checkpoint"]
-
-
-class Opened(Protocol):
-    """A checkpoint that has been looked at; tensors are read when they are asked for."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def generation(self) -> Generation: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def origin(self) -> str | None:
-        """The ``model_type`` that it came from; None for a model that kvad made."""
-        ...
-
-    @property
-    def stored(self) -> torch.dtype:
-        """What most of its weights are stored in."""
-        ...
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+__all__ = ["Opened", "load_model", "model_of", "open_checkpoint"]
 
 
 def open_checkpoint(
@@ -62,10 +27,7 @@ def open_checkpoint(
 
     Raises CheckpointError for what is no whole checkpoint, with the way out.
     """
-    folder = resolve(where, revision=revision, token=token)
-    if is_foreign(folder):
-        return Imported(folder)
-    return load(locate(folder), verify=verify)
+    return load(resolve(where, revision=revision, token=token), verify=verify)
 
 
 def load_model(
@@ -74,19 +36,27 @@ def load_model(
     device: str | torch.device = "cpu",
     *,
     verify: Verify = False,
-    progress: Callable[[str, int], None] | None = None,
     revision: str | None = None,
     token: str | None = None,
 ) -> tuple[Transformer, Opened]:
-    """The model of a checkpoint, on ``device``, in ``dtype``, for inference: eval mode, no gradients.
+    """The model of a checkpoint, and the checkpoint.  Raises as :func:`open_checkpoint` and :func:`model_of` do."""
+    as_dtype(dtype, torch.device(device))  # before anything is downloaded
+    opened = open_checkpoint(where, verify=verify, revision=revision, token=token)
+    return model_of(opened, dtype, device), opened
+
+
+def model_of(
+    opened: Opened,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> Transformer:
+    """Its model, on ``device``, in ``dtype``, for inference: eval mode, no gradients.
 
     ``dtype`` None: as it is stored, but float16 is widened to float32 on the CPU, which cannot compute in it.  On the
-    CPU and without a change of dtype weights stay mapped from the file.  ``progress(name, bytes)`` is told each tensor.
-    Raises as :func:`open_checkpoint` does, UsageError for a dtype that cannot be, and CheckpointError for a tensor that
-    is missing, extra, or of another shape.
+    CPU and without a change of dtype weights stay mapped from the file.  Raises UsageError for a dtype that cannot be,
+    and CheckpointError for a tensor that is missing, extra, or of another shape.
     """
     target = as_dtype(dtype, torch.device(device))
-    opened = open_checkpoint(where, verify=verify, revision=revision, token=token)
     on_cpu = torch.device(device).type == "cpu"
     with torch.device("meta"):
         model = Transformer(opened.config)
@@ -94,14 +64,8 @@ def load_model(
     for name, tensor in opened.weights():
         widened = torch.float32 if on_cpu and tensor.dtype == torch.float16 else None
         loaded[name] = tensor.to(device=device, dtype=target or widened)
-        if progress is not None:
-            progress(name, loaded[name].nbytes)
-    wanted = weight_shapes(opened.config)
-    missing = sorted(set(wanted) - set(loaded))
-    if missing:
-        raise CheckpointError(f"{opened.path}: tensor {missing[0]} {list(wanted[missing[0]])} is missing")
     model.load_state_dict(loaded, assign=True)
-    return model.eval().requires_grad_(False), opened
+    return model.eval().requires_grad_(False)
 
 
 def as_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | None:

@@ -64,11 +64,13 @@ def chat(model: Path, **options: Any) -> None:
     kvad chat ./Qwen3-0.6B --system "You answer in verse."
     """
     given = read_sampling(options)
-    folder = look(model, "chat").path
-    with open_llm(folder, options, rows=1) as llm:
+    from kvad.llm import sampling_of
+
+    opened = look(model, "chat")
+    with open_llm(opened.path, options, rows=sampling_of(given, opened.generation).beams) as llm:
         if llm.tokenizer is None:
             raise RequestError("this model came without a tokenizer", "kvad generate --ids speaks in token ids")
-        dialogue = dialogue_of(folder, llm.tokenizer, options["system"])
+        dialogue = dialogue_of(opened.path, llm.tokenizer, options["system"])
         talk = _Chat(llm, choose_sampling(llm, given, options["bad_word"]), dialogue)
         for line in _lines():
             try:

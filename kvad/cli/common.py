@@ -10,9 +10,9 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["console", "emit_json", "format_bytes", "json_line", "json_option", "model_argument", "parse_bytes"]
+__all__ += ["given", "token_ids", "words_folder"]
 
 # Whether the folder is a checkpoint is for kvad.checkpoint to say: it names what is missing.
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
@@ -29,6 +30,29 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print the re
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?b?)\s*", re.IGNORECASE)
+
+
+def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those of a command's options that were given."""
+    return {name: options[name] for name in names if options.get(name) is not None}
+
+
+def token_ids(text: str, flag: str) -> list[int]:
+    """``12 7 99``, with commas or without."""
+    try:
+        return [int(number) for number in text.replace(",", " ").split()]
+    except ValueError as error:
+        wrong = str(error).rpartition(": ")[2]
+        raise UsageError(f"{flag}: {wrong} is not a token id", "write them like '12 7 99'") from None
+
+
+def words_folder(model: Path) -> Path:
+    """Where a model's tokenizer and chat template are; of a model on the hub nothing else is fetched."""
+    from kvad.checkpoint.folder import is_run, locate
+    from kvad.checkpoint.hub import resolve
+
+    folder = resolve(model, weights=False)
+    return locate(folder) if is_run(folder) else folder
 
 
 def console() -> Console:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 import click
 
 from kvad.cli.common import json_line, model_argument
-from kvad.cli.lines import TOGETHER, Line, Lines, Task, answered, line_options, look, printer, tell
+from kvad.cli.lines import TOGETHER, Line, Lines, Task, answered, line_options, look, printer, tell, tokenizer_of
 from kvad.errors import RequestError, SaveError
 
 if TYPE_CHECKING:
     from kvad.engine.answers import Filled, Label, Tagged
     from kvad.llm import LLM
-    from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["classify", "embed", "fill", "tag"]
 
@@ -102,7 +101,7 @@ def fill(model: Path, file: Path | None, **options: Any) -> None:
 
 
 def _filling(llm: LLM, top: int) -> Task[Sequence[Sequence[Filled]]]:
-    tokenizer = _tokenizer(llm)
+    tokenizer = tokenizer_of(llm)
     mask = tokenizer.specials.mask
     if mask is None:
         raise RequestError("this model's tokenizer has no mask", "kvad embed would do")
@@ -161,7 +160,7 @@ def embed(
         return Task(
             prepare=llm.encode,
             ask=lambda many: llm.embed(many, pool=pool).float().tolist(),
-            plain=lambda number, vector: json_line({"line": number, "embedding": vector}),
+            plain=None,
             fields=lambda vector: {"embedding": vector},
             nothing=None,
         )
@@ -171,7 +170,7 @@ def embed(
         if out is not None:
             target = stack.enter_context(_replacing(out))
             show = stack.enter_context(_Matrix(target)).show if form == "npy" else _Objects(target).show
-        failed = _answer(model, file, "embed", {**options, "as_json": True}, task, show)
+        failed = _answer(model, file, "embed", {**options, "as_json": as_json}, task, show)
     click.get_current_context().exit(1 if failed else 0)
 
 
@@ -255,13 +254,7 @@ def _answer(
         # An encoder keeps nothing; of an encoder-decoder the decoder is not asked.
         least: dict[str, Any] = {} if opened.config.source is None else {"capacity": 1, "source_capacity": 1}
         with LLM.load(opened.path, dtype=options["dtype"], rows=options["rows"], **least) as llm:
-            _tokenizer(llm)
+            tokenizer_of(llm)
             asked = task(llm)
             shown = printer(asked, as_json=options["as_json"]) if show is None else show
             return tell(answered(lines, asked), shown, lines, quiet=options["quiet"])
-
-
-def _tokenizer(llm: LLM) -> Tokenizer:
-    if llm.tokenizer is None:
-        raise RequestError("this model came without a tokenizer: it cannot read lines")
-    return llm.tokenizer

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import emit_json, json_option, model_argument
+from kvad.cli.common import emit_json, json_option, model_argument, token_ids
 from kvad.cli.running import Interrupt, Meter, RunStats, cache_options, open_llm, read_stdin, stats_lines
 from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
-from kvad.errors import RequestError
 
 if TYPE_CHECKING:
     from kvad.engine.engine import Piece
@@ -50,11 +49,17 @@ def generate(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
     kvad generate runs/demo "def " --max-tokens 64 --temperature 0
     kvad generate runs/demo "import " "class " --n 2 --seed 7 --stats
     """
+    if options["echo"] and options["as_json"]:
+        raise click.UsageError("--echo and --json both given: the JSON has every prompt.")
     given = read_sampling(options)
     prompts = [_read(text, options["ids"]) for text in prompt] or [""]
-    each = max(given.get("n", 1), given.get("beams", 1))
-    rows = max(min(8, len(prompts) * each), given.get("beams", 1))
-    with open_llm(model, options, rows=rows) as llm, Interrupt() as stop:
+    from kvad.checkpoint.open import open_checkpoint
+    from kvad.llm import sampling_of
+
+    opened = open_checkpoint(model)
+    asked = sampling_of(given, opened.generation)
+    rows = max(min(8, len(prompts) * max(asked.n, asked.beams)), asked.beams)
+    with open_llm(opened.path, options, rows=rows) as llm, Interrupt() as stop:
         sampling = choose_sampling(llm, given, options["bad_word"])
         answers = [_Answer.of(llm, each, sampling.n) for each in prompts]
         printer = _Printer(llm, answers, echo=options["echo"]) if options["stream"] and not options["as_json"] else None
@@ -75,12 +80,7 @@ def generate(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
 
 def _read(text: str, ids: bool) -> Prompt:
     text = read_stdin() if text == "-" else text
-    if not ids:
-        return text
-    try:
-        return [int(number) for number in text.replace(",", " ").split()]
-    except ValueError as error:
-        raise RequestError(f"--ids: {str(error).rpartition(': ')[2]} is not a token id", "write '12 7 99'") from None
+    return token_ids(text, "--ids") if ids else text
 
 
 def note_empty(llm: LLM, prompt: Prompt) -> None:

@@ -17,7 +17,7 @@ import click
 
 from kvad.cli.common import console, emit_json, format_bytes, json_option, model_argument
 from kvad.cli.running import DTYPES
-from kvad.errors import UsageError, counted
+from kvad.errors import UsageError, a, counted
 
 if TYPE_CHECKING:
     from kvad.checkpoint.imported import Imported
@@ -206,7 +206,7 @@ def _page(source: str, plan: _Plan) -> list[str]:
         cache.append(f"{format_bytes(plan.source_cache)} per {counted(plan.source_tokens, 'token')} of the source")
     told = f"{' and '.join(cache)}, in {plan.cache_dtype}" if cache else "none: it reads each text whole"
     return [
-        f"model       {source}: {name} ({plan.origin}), {'an' if plan.kind[0] in 'aeiou' else 'a'} {plan.kind}",
+        f"model       {source}: {name} ({plan.origin}), {a(plan.kind)}",
         f"parameters  {plan.parameters:,} in {counted(plan.tensors, 'tensor')}",
         f"weights     {format_bytes(plan.bytes)} in {kept}",
         f"cache       {told}",

@@ -51,14 +51,14 @@ def inspect(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """What is in a checkpoint or a Hugging Face folder: config, parameters, tensors, memory, tokenizer, training.
+    """What is in a checkpoint or a Hugging Face model: config, parameters, tensors, memory, tokenizer, training.
 
     Only headers are read, unless --check reads it all.  Exit code 1 when kvad's own has no manifest, or when files or
     tensors are missing or do not fit manifest and config; 2 when --check finds another file than was saved.
 
     \b
     kvad inspect runs/demo --tensors
-    kvad inspect gemma-2-2b --tree
+    kvad inspect google/gemma-2-2b --tree
     kvad inspect runs/demo --tree --out tree.svg
     kvad inspect runs/demo --attention "def add(a, b):" --layer 2 --head all
     """
@@ -172,7 +172,7 @@ def _parts(summary: Summary) -> list[tuple[str, int]]:
 
 
 def _manifest_line(summary: Summary) -> str:
-    if summary.origin is not None:
+    if summary.files is None and summary.origin is not None:
         return "manifest: a Hugging Face folder has none; kvad doctor reads it all"
     if summary.files is None:
         return "manifest: none; the files cannot be compared with what was saved"

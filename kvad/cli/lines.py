@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 
     from kvad.checkpoint.open import Opened
     from kvad.config import ModelConfig
+    from kvad.llm import LLM
+    from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["TOGETHER", "Line", "Lines", "Task", "abilities", "answered", "line_options", "look", "printer", "tell"]
+__all__ += ["tokenizer_of"]
 
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -89,6 +92,12 @@ def look(model: Path, command: str) -> Opened:
         others = ", ".join(f"kvad {name}" for name in can)
         raise RequestError(f"{model} is {kind}: kvad {command} is not for it", f"it can: {others}")
     return opened
+
+
+def tokenizer_of(llm: LLM) -> Tokenizer:
+    if llm.tokenizer is None:
+        raise RequestError("this model came without a tokenizer: it cannot read lines")
+    return llm.tokenizer
 
 
 # ---------------------------------------------------------------- lines in
@@ -167,13 +176,14 @@ class Line(Generic[T]):
 class Task(Generic[T]):
     """``prepare``: a line's token ids, or a UsageError; ``ask``: the answers to many of them, in their order.
 
-    ``plain`` and ``fields``: an answer (of the line of that number) as text, and as fields of a JSON object.
+    ``plain`` and ``fields``: an answer (of the line of that number) as text, and as fields of a JSON object; ``plain``
+    None: only JSON is printed.
     ``nothing``: the answer to an empty line.
     """
 
     prepare: Callable[[str], list[int]]
     ask: Callable[[list[list[int]]], Sequence[T]]
-    plain: Callable[[int, T], str]
+    plain: Callable[[int, T], str] | None
     fields: Callable[[T], Mapping[str, object]]
     nothing: T
 
@@ -262,7 +272,7 @@ def printer(task: Task[T], *, as_json: bool) -> Callable[[Line[T]], None]:
 
     def show(line: Line[T]) -> None:
         answer = task.nothing if line.answer is None else line.answer
-        if not as_json:
+        if not as_json and task.plain is not None:
             click.echo(task.plain(line.number, answer))
         elif line.error is not None:
             click.echo(json_line({"line": line.number, "error": line.error}))

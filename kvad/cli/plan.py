@@ -55,7 +55,7 @@ def plan(
     """How much memory will a model and its cache take?  Nothing is loaded.
 
     The weights and the cache are exact, to the byte; what a step makes besides is an upper bound.  CONFIG is kvad's, or
-    the config.json of a Hugging Face model, alone or in its folder.
+    the config.json of a Hugging Face model, alone, in its folder or on the hub.
 
     \b
     kvad plan runs/demo --context 4096 --rows 8

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import emit_json, json_option, model_argument
+from kvad.cli.common import emit_json, json_option, model_argument, words_folder
 from kvad.cli.running import read_stdin
 from kvad.errors import DataError, UsageError, counted
 
@@ -53,12 +53,11 @@ def render(
     kvad render MODEL -m user=Hi --set enable_thinking=false
     kvad render MODEL -f talk.jsonl --no-generation-prompt --json | jq .spans
     """
-    from kvad.checkpoint.folder import is_run, locate
     from kvad.errors import ChatTemplateError
     from kvad.text.chat import ChatTemplate
     from kvad.text.tokenizer import load_tokenizer
 
-    folder = locate(model) if is_run(model) else model
+    folder = words_folder(model)
     messages, tools = _conversation(file) if file is not None else ([], None)
     messages = [*messages, *map(_message, given)]
     if not messages:

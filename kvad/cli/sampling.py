@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvad.cli.common import given
 from kvad.errors import RequestError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from kvad.llm import LLM
     from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["choose_sampling", "read_sampling", "sampling_options"]
+__all__ = ["check_ranges", "choose_sampling", "read_sampling", "sampling_options"]
 
 MAX_TOKENS = 128  # where neither the caller nor the checkpoint says
 
@@ -62,20 +63,27 @@ def read_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
 
     RequestError for a value out of range.
     """
-    from kvad.engine.request import Sampling
-
     names = (*_FIELDS, "max_tokens", "n", "logprobs", "prompt_logprobs")
-    given = {name: options[name] for name in names if options.get(name) is not None}
-    given["logit_bias"] = _biases(options["logit_bias"])
-    given["stop"], given["ignore_eos"] = tuple(options["stop"]), options["ignore_eos"]
-    given = {name: value for name, value in given.items() if value or name not in ("logit_bias", "stop", "ignore_eos")}
-    Sampling.of(**{"max_tokens": MAX_TOKENS, **given})
-    return given
+    several = {"logit_bias": _biases(options["logit_bias"]), "stop": tuple(options["stop"])}
+    several["ignore_eos"] = options["ignore_eos"]
+    asked = {**given(options, names), **{name: value for name, value in several.items() if value}}
+    check_ranges({"max_tokens": MAX_TOKENS, **asked})
+    return asked
 
 
-def choose_sampling(llm: LLM, given: Mapping[str, Any], words: Sequence[str]) -> Sampling:
+def check_ranges(asked: Mapping[str, Any]) -> None:
+    """RequestError for a value out of range, before anything is opened.  What is said of a search without --beams may
+    be for the checkpoint's own search: whether it has one is found when it is opened."""
+    from kvad.engine.request import SEARCHED, Sampling
+
+    of_beams = {} if "beams" in asked else given(asked, SEARCHED)
+    Sampling.of(beams=2, **of_beams)
+    Sampling.of(**{name: value for name, value in asked.items() if name not in of_beams})
+
+
+def choose_sampling(llm: LLM, asked: Mapping[str, Any], words: Sequence[str]) -> Sampling:
     """The options over the checkpoint's own defaults, with the bad words as this tokenizer spells them."""
-    chosen = llm.sampling(**given)
+    chosen = llm.sampling(**asked)
     if chosen.max_tokens is None:
         chosen = replace(chosen, max_tokens=MAX_TOKENS)
     return _with_bad_words(chosen, words, llm.tokenizer)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvad.cli.common import emit_json, json_option
+from kvad.cli.common import emit_json, json_option, token_ids, words_folder
 from kvad.cli.running import read_stdin
-from kvad.errors import UsageError
 
 if TYPE_CHECKING:
     from kvad.text.tokenizer import Tokenizer
@@ -32,14 +31,13 @@ def tokenize(source: Path, text: str | None, ids: bool, decode: bool, as_json: b
     kvad tokenize runs/demo --ids < file.py
     kvad tokenize runs/demo --decode "12 7 99"
     """
-    from kvad.checkpoint.folder import is_run, locate
     from kvad.text.tokenizer import load_tokenizer
 
     if ids and decode:
         raise click.UsageError("--ids and --decode exclude each other: one prints ids, the other reads them.")
-    tokenizer = load_tokenizer(locate(source) if is_run(source) else source)
+    tokenizer = load_tokenizer(source if source.is_file() else words_folder(source))
     text = read_stdin() if text is None or text == "-" else text
-    tokens = _numbers(text) if decode else tokenizer.encode(text)
+    tokens = token_ids(text, "--decode") if decode else tokenizer.encode(text)
     spelled = tokenizer.decode(tokens, skip_specials=False) if decode else text
     if as_json:
         emit_json(_as_json(tokenizer, spelled, tokens))
@@ -49,14 +47,6 @@ def tokenize(source: Path, text: str | None, ids: bool, decode: bool, as_json: b
         click.echo(" ".join(map(str, tokens)))
     else:
         _table(tokenizer, spelled, tokens)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.replace(",", " ").split()]
-    except ValueError as error:
-        wrong = str(error).rpartition(": ")[2]
-        raise UsageError(f"--decode: {wrong} is not a token id", "write them like '12 7 99'") from None
 
 
 def _table(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> None:

@@ -57,7 +57,7 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a key of the model's config.")
 @click.option(
     "--preset",
-    help="Model shape: tiny, small, demo, medium, base; transformer-tiny, transformer-base.  [default: small]",
+    help="Model shape: tiny, small, demo, medium, base; transformer- and marian-, tiny or base.  [default: small]",
 )
 @click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load.  [default: bpe]")
 @click.option("--vocab-size", type=int, help="Ceiling of the vocabulary.  [default: 4096]")

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from kvad.cli.common import model_argument
-from kvad.cli.lines import Lines, Task, answered, line_options, look, printer, tell
+from kvad.cli.common import given, model_argument
+from kvad.cli.lines import Lines, Task, answered, line_options, look, printer, tell, tokenizer_of
 from kvad.cli.running import format_options, formats_asked
+from kvad.cli.sampling import check_ranges
 from kvad.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ __all__ = ["translate"]
 
 MAX_TOKENS = 256  # of a translation, where neither the user nor the checkpoint says
 MOST_LINES, MOST_ROWS = 32, 512  # at a time, where nothing is said: lines, and the beams of all of them
-SAMPLED = ("temperature", "top_k", "top_p")
+ASKED = ("beams", "length_penalty", "max_tokens", "temperature", "top_k", "top_p", "seed")
 
 
 class Translation(NamedTuple):
@@ -42,7 +43,7 @@ class Translation(NamedTuple):
 @click.option("--temperature", type=float, help="Sample instead of searching.")
 @click.option("--top-k", type=int, help="Of the sampling: keep the K likeliest tokens.")
 @click.option("--top-p", type=float, help="Of the sampling: keep the fewest tokens that reach P.")
-@click.option("--seed", type=int, help="Of the sampling [default: 0].")
+@click.option("--seed", type=int, help="Sample, with this seed [default: 0].")
 @click.option("--rows", type=int, help=f"Of the cache: a line takes one per beam [default: for {MOST_LINES} lines].")
 @click.option("--context", type=int, help="Tokens of the longest row of the cache [default: what --max-tokens takes].")
 @format_options
@@ -71,10 +72,7 @@ def translate(model: Path, file: Path | None, **options: Any) -> None:
 
 def _check(options: Mapping[str, Any]) -> None:
     """What can be refused before anything is opened."""
-    from kvad.engine.request import Sampling
-
-    given = {name: options[name] for name in ("beams", "length_penalty", "max_tokens", *SAMPLED, "seed")}
-    Sampling.of(**{name: value for name, value in given.items() if value is not None})
+    check_ranges(given(options, ASKED))
     if options["n_best"] < 1:
         raise RequestError(f"--n-best: {options['n_best']} is out of range, must be at least 1")
     if options["beams"] is not None and options["n_best"] > options["beams"] and options["temperature"] is None:
@@ -83,13 +81,12 @@ def _check(options: Mapping[str, Any]) -> None:
 
 def _sampling(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of LLM.generate: what was asked for, over the checkpoint's own, over a greedy search."""
+    from kvad.engine.request import SAMPLED
+
     said: Mapping[str, Any] = opened.generation.sampling or {}
-    given = {name: options[name] for name in ("beams", "length_penalty", "max_tokens", *SAMPLED, "seed")}
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = given(options, ASKED)
     chosen.setdefault("max_tokens", min(said.get("max_tokens", MAX_TOKENS), opened.config.limit))
     sampled = any(name in chosen for name in SAMPLED)
-    if sampled:
-        chosen.setdefault("temperature", 1.0)
     if not sampled and "beams" not in chosen and options["n_best"] > 1:
         chosen["beams"] = max(options["n_best"], said.get("beams", 1))
     if not sampled and "beams" not in chosen and not said:
@@ -103,10 +100,10 @@ def _sampling(opened: Opened, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load(opened: Opened, sampling: Mapping[str, Any], options: Mapping[str, Any]) -> LLM:
     """With a cache of rows for as many lines as half of the memory holds, 32 at most."""
-    from kvad.llm import LLM
+    from kvad.llm import LLM, sampling_of
 
-    said: Mapping[str, Any] = opened.generation.sampling or {}
-    each = max(sampling.get("beams", 1 if "temperature" in sampling else said.get("beams", 1)), sampling.get("n", 1))
+    asked = sampling_of(sampling, opened.generation)
+    each = max(asked.beams, asked.n)
     longest = sampling["max_tokens"] + len((options["prefix"] or "").encode()) + 2  # no text has more tokens than bytes
     capacity = min(opened.config.limit, longest) if options["context"] is None else options["context"]
     if options["rows"] is not None and options["rows"] < each:
@@ -141,11 +138,10 @@ def _rows(opened: Opened, each: int, options: Mapping[str, Any], capacity: int) 
 
 
 def _task(llm: LLM, sampling: Mapping[str, Any], options: Mapping[str, Any]) -> Task[Sequence[Translation]]:
-    tokenizer = llm.tokenizer
-    if tokenizer is None:
-        raise RequestError("this model came without a tokenizer: it cannot read lines")
     language, source_language = options["language"], options["source_language"]
-    if tokenizer.source is not None and language is not None:  # Marian marks what it translates to in the source
+    if (
+        tokenizer_of(llm).source is not None and language is not None
+    ):  # Marian marks what it translates to in the source
         language, source_language = None, language
     prefix, spelled = _start(llm, options["prefix"], language)
     llm.texts.source("a", source_language)  # an unknown language is nobody's line

@@ -20,6 +20,8 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 100
 SEARCHED = ("beams", "length_penalty", "length_form", "early_stopping", "patience")  # what only a beam search heeds
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed")  # any of them asks for samples
+SINGLE = ("logprobs", "stop", "prompt_logprobs")  # these of no beam search either
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def _check_beams(s: Sampling) -> None:
     if s.n > s.beams:
         raise RequestError(f"n {s.n} exceeds beams {s.beams}")
     plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "stop": (), "logprobs": None}
-    plain |= {"prompt_logprobs": None}
+    plain |= {"prompt_logprobs": None, "seed": 0}
     for name, value in plain.items():
         if getattr(s, name) != value:
             raise RequestError(f"{name} and beams={s.beams} cannot go together", "beam search does not sample")

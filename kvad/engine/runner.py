@@ -96,11 +96,10 @@ class Runner:
 
     def _head(self, hidden: Tensor, step: Step, lengths: list[int]) -> Sequence[Tensor]:
         """Of every token, or of the whole row; the hidden states of an encoder-decoder's source."""
-        head = self.model.config.head
         rows: tuple[Tensor, ...]
         if self.model.decoder is not None:
             rows = hidden.split(lengths)
-        elif isinstance(head, cfg.Pooled) or (isinstance(head, cfg.Classes) and head.per == "row"):
+        elif self.model.config.per_row:
             rows = self.model.rows(hidden, step).unbind(0)
         else:
             rows = self.model.logits(hidden, torch.arange(len(hidden), device=hidden.device)).split(lengths)

@@ -667,7 +667,7 @@ def _order(row: Row) -> tuple[int, int]:
 
 
 def _by_request(item: Item) -> tuple[int, tuple[int, int]]:
-    """Lane by lane as without it, but there the rows of a request side by side: they share a source (see _folded)."""
+    """Lane by lane as without it, but there a request's rows side by side: they share a source (``fold_lanes``)."""
     return item[0] >> 16, item[1].order
 
 

@@ -1,4 +1,4 @@
-"""Look a checkpoint over, kvad's own or Hugging Face's: what is right, what is not, and what to do about it.
+"""Look a checkpoint over, in kvad's layout or Hugging Face's: what is right, what is not, and what to do about it.
 
 Each examination gives a finding or several; one that an earlier problem makes impossible is left out.  Every tensor is
 read, a piece at a time in memory.  Nothing is changed, and no code of the folder runs.
@@ -10,15 +10,16 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from kvad.cache.weights import num_parameters, weight_shapes
-from kvad.checkpoint.folder import CONFIG, check_file, locate, read_manifest
+from kvad.cache.weights import misfits, num_parameters
+from kvad.checkpoint.folder import CONFIG, check_file, is_foreign, listed, locate
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.hub import resolve
-from kvad.checkpoint.imported import Imported, is_foreign
-from kvad.checkpoint.native import Checkpoint
+from kvad.checkpoint.imported import Imported
+from kvad.checkpoint.native import Own
+from kvad.checkpoint.opened import Opened
 from kvad.checkpoint.shards import ShardedTensors, find_nonfinite, open_tensors
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError, ConfigError, KvadError, counted
+from kvad.errors import CheckpointError, KvadError, a, counted
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["Finding", "examine"]
@@ -39,30 +40,42 @@ class Finding(NamedTuple):
 
 def examine(where: str | Path) -> Iterator[Finding]:
     """Findings, as they are made.  Raises CheckpointError for what is no checkpoint at all."""
-    folder = resolve(where)
-    if is_foreign(folder):
-        yield from _examine_foreign(Imported(folder))
-    else:
-        yield from _examine_own(locate(folder))
-
-
-def _examine_own(folder: Path) -> Iterator[Finding]:
-    files = yield from _tried("manifest", AGAIN, lambda: read_manifest(folder), _files)
-    if files is not None:
-        yield from _checksums(folder, files)
+    folder = locate(resolve(where))
+    yield from _manifest(folder)
     tensors = yield from _tried("headers", AGAIN, lambda: open_tensors(folder), _headers)
-    config = yield from _tried("config", f"correct {CONFIG}", lambda: _config_of(folder), _config)
-    if config is not None and tensors is not None:
-        yield from _told("tensors", _misfits(config, tensors), "the tensors are those of the config", AGAIN)
+    opened: Opened
+    if is_foreign(folder):
+        opened = Imported(folder)
+        config = yield from _examine_foreign(opened, tensors)
+    else:
+        opened = Own(folder)
+        config = yield from _examine_own(opened, tensors)
     yield from _finite(tensors)
     if config is not None:
-        listed = files if files is not None else {path.name: {} for path in folder.iterdir()}
-        yield from _words(config, Checkpoint(folder, config, listed))
+        yield from _words(config, opened)
 
 
-def _examine_foreign(opened: Imported) -> Iterator[Finding]:
-    tensors = yield from _tried("headers", AGAIN, lambda: open_tensors(opened.path), _headers)
+def _manifest(folder: Path) -> Iterator[Finding]:
+    """Nothing of a folder that kvad did not write."""
+    try:
+        files = listed(folder)
+    except CheckpointError as error:
+        yield Finding("manifest", False, error.message, error.hint or AGAIN)
+        return
+    if files is not None:
+        yield Finding("manifest", True, f"it lists {counted(len(files), 'file')}")
+        yield from _checksums(folder, files)
 
+
+def _examine_own(opened: Own, tensors: ShardedTensors | None) -> Generator[Finding, None, ModelConfig | None]:
+    config = yield from _tried("config", f"correct {CONFIG}", lambda: opened.config, _config)
+    if config is not None and tensors is not None:
+        problems = misfits(config, {name: tensors.shape(name) for name in tensors})
+        yield from _told("tensors", problems, "the tensors are those of the config", AGAIN)
+    return config
+
+
+def _examine_foreign(opened: Imported, tensors: ShardedTensors | None) -> Generator[Finding, None, ModelConfig | None]:
     def read() -> ModelConfig:
         return opened.config if tensors is not None else opened.family.read(opened.fields)
 
@@ -71,9 +84,7 @@ def _examine_foreign(opened: Imported) -> Iterator[Finding]:
         yield from _tried(
             "tensors", AGAIN, lambda: sum(1 for _ in opened.weights()), lambda _: "the tensors are those of the config"
         )
-    yield from _finite(tensors)
-    if config is not None:
-        yield from _words(config, opened)
+    return config
 
 
 def _tried(
@@ -102,10 +113,6 @@ def _told(check: str, problems: list[str], well: str, todo: str) -> Iterator[Fin
 # ---------------------------------------------------------------- files and tensors
 
 
-def _files(files: Mapping[str, Any]) -> str:
-    return f"it lists {counted(len(files), 'file')}"
-
-
 def _checksums(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     failed = False
     for name, entry in files.items():
@@ -126,18 +133,6 @@ def _headers(tensors: ShardedTensors) -> str:
     return f"{counted(len(tensors), 'tensor')} in {where}, {', '.join(dtypes)}, {counted(tensors.total_bytes, 'byte')}"
 
 
-def _misfits(config: ModelConfig, tensors: ShardedTensors) -> list[str]:
-    wanted = weight_shapes(config)
-    found = [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in tensors]
-    for name in tensors:
-        shape = tensors.shape(name)
-        if name not in wanted:
-            found.append(f"{name} {list(shape)} is extra: the config has no place for it")
-        elif shape != wanted[name]:
-            found.append(f"{name} is {list(shape)}, the config says {list(wanted[name])}")
-    return found
-
-
 def _finite(tensors: ShardedTensors | None) -> Iterator[Finding]:
     if tensors is None:
         return
@@ -149,20 +144,11 @@ def _finite(tensors: ShardedTensors | None) -> Iterator[Finding]:
 # ---------------------------------------------------------------- config, tokenizer, generation
 
 
-def _config_of(folder: Path) -> ModelConfig:
-    try:
-        return ModelConfig.load(folder / CONFIG)
-    except ConfigError as error:
-        where = "" if str(folder) in error.message else f"{folder / CONFIG}: "
-        raise ConfigError(where + error.message, error.hint) from error
-
-
 def _config(config: ModelConfig) -> str:
-    kind = f"{'an' if config.kind[0] in 'aeiou' else 'a'} {config.kind}"
-    return f"{kind} of {num_parameters(config):,} parameters, at most {counted(config.limit, 'token')} a row"
+    return f"{a(config.kind)} of {num_parameters(config):,} parameters, at most {counted(config.limit, 'token')} a row"
 
 
-def _words(config: ModelConfig, opened: Imported | Checkpoint) -> Iterator[Finding]:
+def _words(config: ModelConfig, opened: Opened) -> Iterator[Finding]:
     """What the folder says of text: its tokenizer and how it generates."""
     todo = "put the model's own tokenizer files there"
     yield from _tried("tokenizer", todo, lambda: _fitting(config, opened.tokenizer), lambda says: says)

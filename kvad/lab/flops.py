@@ -147,10 +147,7 @@ def _decoder_pass(config: ModelConfig, new: int, slots: list[int], source: int, 
         cost = cost.plus(_mlp(layer.mlp, config.width, new, element))
         if layer.cross is not None:
             cost = cost.plus(_layer(config, layer.cross, config.width, 0, new, source, element, stored))
-    head, transform = head_width(config) * config.vocab, 0
-    if config.head.transform is not None:
-        transform = config.width * head_width(config)
-    return cost.plus(Cost(head=2 * (head + transform), weights=(head + transform) * element))
+    return cost.plus(_answers(config, 1, element))
 
 
 def _projection(embed: Embedding, width: int, new: int, element: int) -> Cost:
@@ -186,9 +183,8 @@ def _mlp(mlp: Plain | Gated | Experts, width: int, new: int, element: int) -> Co
 
 
 def _answers(config: ModelConfig, length: int, element: int) -> Cost:
-    """An encoder's head: of every token, or of the pooled row."""
+    """The head, of ``length`` tokens or of the pooled row."""
     head, width = config.head, head_width(config)
     outputs = 0 if isinstance(head, Pooled) else len(head.labels) if isinstance(head, Classes) else config.vocab
-    per_row = isinstance(head, Pooled) or (isinstance(head, Classes) and head.per == "row")
     matrices = width * outputs + (0 if head.transform is None else config.width * width)
-    return Cost(head=2 * (1 if per_row else length) * matrices, weights=matrices * element)
+    return Cost(head=2 * (1 if config.per_row else length) * matrices, weights=matrices * element)

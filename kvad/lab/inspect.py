@@ -1,10 +1,10 @@
-"""What is in a checkpoint, from its small files and its headers: no weight is read, and of kvad's own none needs torch.
+"""What is in a checkpoint, from its small files and its headers: no weight is read, and in kvad's layout no torch.
 
 ``problems`` are what a load would refuse: files that are missing or not as long as the manifest says, no manifest at
 all; tensors that are missing, that nobody asked for, or that have another shape than the config says.  ``check`` reads
-every file.  A Hugging Face folder has no manifest, and that is no problem; its tensors are listed under their own
-names and counted under ours; its family imports torch (``lab/plan.py`` says why).  Attention maps need a running model
-and are asked of :class:`kvad.llm.LLM`, which is imported only then.
+every file.  A Hugging Face folder of others has no manifest, and that is no problem.  In their layout, tensors are
+listed under their own names and counted under ours, and the family imports torch (``lab/plan.py`` says why).
+Attention maps need a running model and are asked of :class:`kvad.llm.LLM`, which is imported only then.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvad.cache.planning import BUDGET, MemoryPlan
-from kvad.cache.weights import part_of, parts, weight_shapes
+from kvad.cache.weights import misfits, part_of, parts, weight_shapes
 from kvad.checkpoint.folder import (
     MANIFEST,
     MODEL,
     TRAINING,
     check_file,
     is_foreign,
+    is_ours,
+    listed,
     locate,
     read_json,
-    read_manifest,
 )
+from kvad.checkpoint.hub import resolve
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, TokenizerError, UsageError
 from kvad.lab.draw import AttentionMap
@@ -35,6 +37,8 @@ from kvad.lab.plan import memory_json, plan_target, read_target
 from kvad.text.base import FILE_NAME
 
 __all__ = ["Attention", "Summary", "TokenizerSummary", "attention_maps", "outline", "summarise", "to_json"]
+
+NO_MANIFEST = f"{MANIFEST} is missing: whether these files are those that were saved cannot be known"
 
 
 class TokenizerSummary(NamedTuple):
@@ -48,7 +52,7 @@ class Summary:
     """``parameters`` by part, of what is stored; ``training``: what the checkpoint says of its training, or None.
 
     ``files``: how many the manifest lists, None without one; ``checked``: all of them have the manifest's sha256.
-    ``origin``: the ``model_type`` of a Hugging Face folder.
+    ``origin``: the ``model_type`` of a folder in Hugging Face's layout.
     """
 
     path: Path
@@ -75,94 +79,84 @@ class Attention(NamedTuple):
 
 
 def summarise(folder: Path, *, check: bool = False) -> Summary:
-    """``check``: also compare every file with its sha256 (this reads them all, and imports torch).
+    """Of a folder, a run, or a name on the hub.  ``check``: also compare every file with its sha256 (this reads them
+    all, and imports torch).
 
     Raises CheckpointError for what is not a whole checkpoint, and for a file that ``check`` finds to be another than
     the manifest's; ConfigError for a config that cannot be; UsageError for a check of a folder without any manifest.
     """
-    path = locate(folder)
-    if is_foreign(path):
-        return _summarise_foreign(path, check)
+    path = locate(resolve(folder))
+    if check and not is_ours(path):
+        raise UsageError(f"{path}: a Hugging Face folder has no manifest to check against", f"kvad doctor {path}")
     if check:
         from kvad.checkpoint.native import load
 
         load(path, verify=True)
-    files = read_manifest(path) if (path / MANIFEST).is_file() else None
+    files = listed(path) if (path / MANIFEST).is_file() else None
     target = read_target(str(path))
-    tensors = tuple(read_headers(path / MODEL))
+    contents = _contents_of_theirs(path, target.config) if is_foreign(path) else _contents(path, target.config)
+    unknown = (NO_MANIFEST,) if files is None and is_ours(path) else ()
     return Summary(
         path=path,
         config=target.config,
-        tensors=tensors,
-        parameters=parts({tensor.name: tensor.shape for tensor in tensors}),
-        problems=(*_file_problems(path, files), *_problems(target.config, tensors)),
+        tensors=contents.tensors,
+        parameters=contents.parameters,
+        problems=(*unknown, *_file_problems(path, files or {}), *contents.problems),
         plan=plan_target(target, budget=BUDGET),
-        tokenizer=_tokenizer(path),
+        tokenizer=contents.tokenizer,
         training=_training(path),
         files=None if files is None else len(files),
         checked=check,
+        origin=target.origin,
     )
 
 
-def _summarise_foreign(path: Path, check: bool) -> Summary:
+class _Contents(NamedTuple):
+    """What is in the tensor file and the tokenizer's, read as the layout asks."""
+
+    tensors: tuple[TensorInfo, ...]
+    parameters: Mapping[str, int]
+    problems: Sequence[str]
+    tokenizer: TokenizerSummary | None
+
+
+def _contents(path: Path, config: ModelConfig) -> _Contents:
+    tensors = tuple(read_headers(path / MODEL))
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    return _Contents(tensors, parts(shapes), misfits(config, shapes), _tokenizer(path))
+
+
+def _contents_of_theirs(path: Path, config: ModelConfig) -> _Contents:
     """Tensors without their data, on torch's meta device, tell which names and shapes do not fit."""
-    if check:
-        raise UsageError(f"{path}: a Hugging Face folder has no manifest to check against", f"kvad doctor {path}")
     import torch
 
-    from kvad.checkpoint.hf import misfits
+    from kvad.checkpoint import hf
     from kvad.checkpoint.imported import Imported
 
-    target, opened = read_target(str(path)), Imported(path)
+    opened = Imported(path)
     theirs = opened.tensors
     meta = {name: torch.empty(theirs.shape(name), dtype=theirs.dtype(name), device="meta") for name in theirs}
-    tensors = [
+    tensors = tuple(
         TensorInfo(name, str(theirs.dtype(name)).removeprefix("torch."), theirs.shape(name), theirs.bytes(name))
         for name in theirs
-    ]
-    problems = misfits(opened.family, target.config, meta, str(path))
+    )
+    problems = hf.misfits(opened.family, config, meta, str(path))
     tokenizer = None
     try:
         found = opened.tokenizer
         tokenizer = None if found is None else TokenizerSummary(found.kind, found.vocab_size, found.specials.names())
     except TokenizerError as error:
         problems.append(error.message)
-    return Summary(
-        path=path,
-        config=target.config,
-        tensors=tuple(tensors),
-        parameters=parts(weight_shapes(target.config)),
-        problems=tuple(problems),
-        plan=plan_target(target, budget=BUDGET),
-        tokenizer=tokenizer,
-        training=None,
-        files=None,
-        checked=False,
-        origin=target.origin,
-    )
+    return _Contents(tensors, parts(weight_shapes(config)), problems, tokenizer)
 
 
-def _file_problems(path: Path, files: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
-    if files is None:
-        return [f"{MANIFEST} is missing: whether these files are those that were saved cannot be known"]
+def _file_problems(path: Path, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     found = []
     for name, entry in files.items():
         try:
             check_file(path / name, entry)
         except CheckpointError as error:
             found.append(error.message)
-    return found
-
-
-def _problems(config: ModelConfig, tensors: Sequence[TensorInfo]) -> list[str]:
-    expected = weight_shapes(config)
-    stored = {tensor.name: tensor.shape for tensor in tensors}
-    found = [f"{name} {list(shape)} is missing" for name, shape in expected.items() if name not in stored]
-    for name, shape in stored.items():
-        if name not in expected:
-            found.append(f"{name} {list(shape)} is not part of this model")
-        elif shape != expected[name]:
-            found.append(f"{name} is {list(shape)}, the config says {list(expected[name])}")
     return found
 
 

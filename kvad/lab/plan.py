@@ -1,8 +1,9 @@
 """What would it take, and what would fit?  Asks ``cache/planning.py``; no weight is loaded.
 
-A target is a checkpoint (or a run, which stands for its newest one), a Hugging Face folder or its ``config.json``
-alone, a config (JSON, or TOML with the model under ``[model]``), a recipe of ``kvad train``, or a known shape's name.
-Exact numbers (weights, pool) and bounds (scratch, activations) stand apart, as they do in ``cache/planning.py``.
+A target is a checkpoint (or a run, which stands for its newest one), a Hugging Face folder, its ``config.json`` alone
+or a name on the hub (of which no weights are fetched), a config (JSON, or TOML with the model under ``[model]``), a
+recipe of ``kvad train``, or a known shape's name.  Exact numbers (weights, pool) and bounds (scratch, activations)
+stand apart, as they do in ``cache/planning.py``.
 
 No torch, with one exception: Hugging Face's config is read by its family, whose one file holds its table of tensors
 too, and how they are turned; reading it imports torch, a second or two.  Everything else stays without.
@@ -20,9 +21,9 @@ from kvad.cache.planning import GroupPlan, MemoryPlan, fits, plan_memory, step_b
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Fit
 from kvad.cache.weights import num_parameters
 from kvad.checkpoint.folder import CONFIG, MODEL, is_foreign, locate
-from kvad.checkpoint.hub import INDEX, SINGLE
+from kvad.checkpoint.hub import INDEX, SINGLE, resolve
 from kvad.config import ModelConfig
-from kvad.errors import ConfigError, UsageError
+from kvad.errors import ConfigError, UsageError, a
 from kvad.lab.headers import stored_dtype
 from kvad.lab.shapes import shape
 from kvad.train.config import RunConfig, read_toml
@@ -80,6 +81,8 @@ def read_target(text: str) -> Target:
     """Raises CheckpointError for a folder that is not a checkpoint, ConfigError for a config that cannot be, UsageError
     with the nearest name for what is neither there nor known."""
     path = Path(text)
+    if "/" in text and not path.exists() and path.suffix not in (".json", ".toml"):
+        path = resolve(text, weights=False)
     if path.is_dir():
         found = locate(path)
         if is_foreign(found):
@@ -114,8 +117,10 @@ def _read_foreign(name: str, path: Path) -> Target:
 
 
 def _read_config(path: Path) -> ModelConfig:
+    if path.suffix != ".toml":
+        return ModelConfig.load(path)
     try:
-        return _read_toml(path) if path.suffix == ".toml" else ModelConfig.load(path)
+        return _read_toml(path)
     except ConfigError as error:
         where = "" if str(path) in error.message else f"{path}: "
         raise ConfigError(where + error.message, error.hint) from error
@@ -153,7 +158,7 @@ def plan_target(
     """
     limit, source = target.config.limit, target.config.source
     if source is None and source_context is not None:
-        raise UsageError(f"{target.name} has no source: it is {_a(target.config.kind)}", "--context is what it reads")
+        raise UsageError(f"{target.name} has no source: it is {a(target.config.kind)}", "--context is what it reads")
     most = 0 if source is None else source.limit
     for what, asked, there in (("context", context, limit), ("source", source_context, most)):
         if asked is not None and asked > there:
@@ -172,10 +177,6 @@ def plan_target(
         **cache,
     )
     return plan_memory(target.config, config, weights_dtype=weights, budget=budget)
-
-
-def _a(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def make_report(

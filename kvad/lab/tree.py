@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from kvad.cache.sizing import CacheConfig, Group, group_bytes, groups
 from kvad.cache.weights import num_parameters, weight_shapes
 from kvad.config import Attention, Embedding, Layer, ModelConfig, Stack, head_dim, mixers, source_width
-from kvad.errors import counted
+from kvad.errors import a, counted
 from kvad.lab import describe
 
 __all__ = ["Node", "build", "folded"]
@@ -65,8 +65,7 @@ def build(config: ModelConfig, name: str, *, dtype: str = "float32") -> Node:
     longest = counted(config.limit, "token") + ("" if source is None else f", of {source.limit:,} of source")
     said = f"width {config.width:,}, vocabulary {config.vocab:,}, rows of at most {longest}"
     facts = {"kind": config.kind, "width": config.width, "vocab": config.vocab, "limit": config.limit}
-    article = "an" if config.kind[0] in "aeiou" else "a"
-    title = f"{name}, {article} {config.kind}"
+    title = f"{name}, {a(config.kind)}"
     return Node("model", title, (said,), {}, num_parameters(config), facts, tuple(children))
 
 

@@ -176,7 +176,7 @@ class Embedding(nn.Module):
             table = self.tokens.weight
         x = F.embedding(tokens, table)
         if self.spec.scale != 1.0:
-            x = x * torch.tensor(self.spec.scale, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(self.spec.scale, dtype=x.dtype)  # rounded on the host, with no copy
         if self.project is not None and self.spec.project == "start":
             x = self.project(x)
         if self.norm is not None and self.spec.norm_first:

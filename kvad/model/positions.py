@@ -29,12 +29,12 @@ def sinusoid(positions: Tensor, width: int, spec: SinusoidalPositions, dtype: to
     """positions [T] -> [T, width].
 
     ``interleaved``: PE(p, 2i) = sin(p / base^(2i/width)), PE(p, 2i+1) = cos of the same.  ``concat`` puts all sines
-    before all cosines; ``fairseq`` likewise with the frequencies exp(-i ln(base) / (width/2 - 1)).
+    before all cosines; ``fairseq`` likewise with base^(i/(width/2 - 1)).
     """
     half = width // 2
     index = torch.arange(half, dtype=torch.float64, device=positions.device)
     exponent = index / (half - 1) if spec.form == "fairseq" else 2 * index / width
-    angle = (positions + spec.offset).to(torch.float64).unsqueeze(-1) * torch.exp(-math.log(spec.base) * exponent)
+    angle = (positions + spec.offset).to(torch.float64).unsqueeze(-1) / torch.pow(spec.base, exponent)
     if spec.form == "interleaved":
         return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2).to(dtype)
     return torch.cat((angle.sin(), angle.cos()), dim=-1).to(dtype)

@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from kvad.errors import SaveError, TokenizerError, nearest
 
@@ -26,6 +27,7 @@ __all__ = [
     "FILE_NAME",
     "NAMES",
     "OnUnknown",
+    "OneByOne",
     "Specials",
     "Tokenizer",
     "check_on_unknown",
@@ -128,6 +130,41 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """sha256 (hex) of all that decides which ids a text becomes, and which text ids become."""
         ...
+
+
+class OneByOne(ABC):
+    """What two kinds of tokenizer share that encode text by text; what became UNK is told once, of all of them."""
+
+    units: ClassVar[tuple[str, str]]  # what a token is called in a message, one and many
+    specials: Specials
+    on_unknown: OnUnknown
+
+    @abstractmethod
+    def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
+        """Ids of one text; what the vocabulary lacks becomes UNK and is counted in ``unknown``."""
+
+    @abstractmethod
+    def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]: ...
+
+    @abstractmethod
+    def _shown(self, token_id: int) -> bytes:
+        """The bytes of a token, of a special one its name."""
+
+    def encode(self, text: str, *, specials: bool = False) -> list[int]:
+        return self.encode_batch([text], specials=specials)[0]
+
+    def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]:
+        unknown: Counter[str] = Counter()
+        rows = [self._encode(text, specials, unknown) for text in check_texts(texts)]
+        has_unk = self.specials.unk is not None
+        report_unknown(unknown, *self.units, has_unk=has_unk, on_unknown=self.on_unknown)
+        return rows
+
+    def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
+        return b"".join(map(self.joiner(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
+
+    def token_text(self, token_id: int) -> str:
+        return printable(self._shown(token_id))
 
 
 def standard_specials(roles: Sequence[str], first: int) -> Specials:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvad.errors import TokenizerError
-from kvad.text.base import cut, standard_specials
+from kvad.text.base import NAMES, cut, standard_specials
+from kvad.text.frame import Frame, write_frame
 from kvad.text.library import LibraryTokenizer
 from kvad.text.pieces import byte_alphabet
 
@@ -24,11 +25,13 @@ def train_bpe(
     *,
     vocab_size: int = 4096,
     min_freq: int = 1,
+    closed: bool = False,
     on_unknown: str = "warn",
 ) -> LibraryTokenizer:
     """Learn merges until the vocabulary has ``vocab_size`` tokens, or no pair occurs ``min_freq`` times.
 
-    The first specials and the 256 bytes are always there, so that is the least ``vocab_size``.
+    The first specials and the 256 bytes are always there, so that is the least ``vocab_size``.  ``closed``: EOS is part
+    of a text's frame.
     """
     from tokenizers import (  # type: ignore[import-untyped]
         AddedToken,
@@ -57,4 +60,6 @@ def train_bpe(
         show_progress=False,
     )
     backend.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
+    if closed:
+        write_frame(backend, Frame(after=(backend.token_to_id(NAMES["eos"]),)))
     return LibraryTokenizer(backend, on_unknown=on_unknown)

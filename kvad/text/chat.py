@@ -89,7 +89,7 @@ class ChatTemplate:
         """
         folder = Path(folder)
         if not folder.is_dir():
-            raise ChatTemplateError(f"there is no folder {folder}")
+            raise ChatTemplateError(f"no such folder: {folder}")
         config = _read_object(folder / CONFIG)
         templates = _own_files(folder)
         for file in (CONFIG, LEGACY):

@@ -191,13 +191,15 @@ class LibraryTokenizer:
         return printable(self._pieces.rest[token_id])
 
     def save(self, folder: Path) -> None:
-        """Write ``tokenizer.json``; beside it the roles of the specials, only where their names do not tell them."""
+        """Write ``tokenizer.json``, and beside it the roles of the specials and the class of transformers that reads
+        both (AutoTokenizer asks for one)."""
         write_text(Path(folder) / FILE_NAME, self._backend.to_str(pretty=True) + "\n")
-        if find_specials(self.specials.names(), {}) == self.specials:
-            return
         names = {token_id: name for name, token_id in self.specials.named}
         roles = {f"{role}_token": names.get(getattr(self.specials, role)) for role in ROLES}
-        write_text(Path(folder) / CONFIG_NAME, json.dumps(roles, ensure_ascii=False, indent=1) + "\n")
+        if find_specials(self.specials.names(), {}) == self.specials:  # what their names tell is no news
+            roles = {role: name for role, name in roles.items() if name is not None}
+        said = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
+        write_text(Path(folder) / CONFIG_NAME, json.dumps(said, ensure_ascii=False, indent=1) + "\n")
 
     def fingerprint(self) -> str:
         roles = {role: getattr(self.specials, role) for role in NAMES}  # the others change no text and no id

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,15 +21,12 @@ from kvad.errors import DataError, TokenizerError
 from kvad.text.base import (
     FILE_NAME,
     NAMES,
-    OnUnknown,
+    OneByOne,
     Specials,
     check_on_unknown,
     check_text,
-    check_texts,
     cut,
     out_of_range,
-    printable,
-    report_unknown,
     standard_specials,
     write_text,
 )
@@ -38,12 +35,10 @@ from kvad.text.frame import Frame
 __all__ = ["ByteTokenizer", "CharTokenizer", "TableTokenizer", "field", "most_frequent", "room_for_tokens"]
 
 
-class TableTokenizer(ABC):
+class TableTokenizer(OneByOne):
     """A list of tokens; a subclass says how text is cut (``_ids_of``) and may say how tokens join (``joiner``)."""
 
     kind: ClassVar[str]
-    unit: ClassVar[str]  # what a token is called in a message
-    on_unknown: OnUnknown
     source: ClassVar[None] = None
     languages: ClassVar[Mapping[str, int]] = MappingProxyType({})
 
@@ -64,16 +59,6 @@ class TableTokenizer(ABC):
     def _content(self) -> dict[str, Any]:
         """What the file holds beside ``kind`` and ``specials``."""
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        return self.encode_batch([text], specials=specials)[0]
-
-    def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]:
-        unknown: Counter[str] = Counter()
-        rows = [self._encode(text, specials, unknown) for text in check_texts(texts)]
-        has_unk = self.specials.unk is not None
-        report_unknown(unknown, self.unit, f"{self.unit}s", has_unk=has_unk, on_unknown=self.on_unknown)
-        return rows
-
     def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
         check_text(text)
         ids: list[int] = []
@@ -90,9 +75,6 @@ class TableTokenizer(ABC):
     def frame(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
         return Frame().around(ids, language)
 
-    def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
-        return b"".join(map(self.joiner(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
-
     def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         return self.token_bytes if skip_specials else self._shown
 
@@ -103,9 +85,6 @@ class TableTokenizer(ABC):
 
     def _shown(self, token_id: int) -> bytes:
         return self._names.get(token_id) or self.token_bytes(token_id)
-
-    def token_text(self, token_id: int) -> str:
-        return printable(self._shown(token_id))
 
     def _file_text(self) -> str:
         roles = [role for role in NAMES if getattr(self.specials, role) is not None]
@@ -123,7 +102,7 @@ class ByteTokenizer(TableTokenizer):
     """One id per byte of the UTF-8 text: nothing is unknown, nothing has to be learned."""
 
     kind = "byte"
-    unit = "byte"
+    units = "byte", "bytes"
 
     def __init__(self, roles: Sequence[str] = (), *, on_unknown: str = "warn") -> None:
         specials = standard_specials(roles, first=256)
@@ -145,7 +124,7 @@ class CharTokenizer(TableTokenizer):
     """One id per Unicode code point of the training text (``lower``: of the lower-cased text)."""
 
     kind = "char"
-    unit = "character"
+    units = "character", "characters"
 
     def __init__(
         self, chars: Sequence[str], roles: Sequence[str] = ("unk",), *, lower: bool = False, on_unknown: str = "warn"

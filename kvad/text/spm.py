@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,13 +24,10 @@ from typing import Any
 from kvad.errors import TokenizerError
 from kvad.text.base import (
     FILE_NAME,
-    OnUnknown,
+    OneByOne,
     check_on_unknown,
     check_text,
-    check_texts,
     out_of_range,
-    printable,
-    report_unknown,
     write_text,
 )
 from kvad.text.families import FAMILIES, Family, Table
@@ -69,13 +66,13 @@ class SpmFiles:
         return cls(Settings.from_dict(content["settings"]), models, content["vocabularies"])
 
 
-class SpmTokenizer:
+class SpmTokenizer(OneByOne):
     """One side of a family's tokenizer; Marian's source side hangs on its target side.
 
     ``paths``: where the models were read, for messages.
     """
 
-    on_unknown: OnUnknown
+    units = "piece of text", "pieces of text"
     source: SpmTokenizer | None
 
     def __init__(
@@ -131,16 +128,6 @@ class SpmTokenizer:
 
     # ------------------------------------------------------------ text -> ids
 
-    def encode(self, text: str, *, specials: bool = False) -> list[int]:
-        return self.encode_batch([text], specials=specials)[0]
-
-    def encode_batch(self, texts: Iterable[str], *, specials: bool = False) -> list[list[int]]:
-        unknown: Counter[str] = Counter()
-        rows = [self._encode(text, specials, unknown) for text in check_texts(texts)]
-        has_unk = self.specials.unk is not None
-        report_unknown(unknown, "piece of text", "pieces of text", has_unk=has_unk, on_unknown=self.on_unknown)
-        return rows
-
     def _encode(self, text: str, specials: bool, unknown: Counter[str]) -> list[int]:
         check_text(text)
         if self._modern and text:
@@ -160,16 +147,18 @@ class SpmTokenizer:
 
     def _pieces_of(self, part: str, specials: bool) -> list[str | int]:
         if self._modern and part.startswith((_SPACE, " ")):
-            return [*self._behind_unk(part)]
+            opening, count = self._unk  # SentencePiece would strip the space from the start of a text
+            return [*self._model.cut(opening + part)[count:]]
         if specials and self._files.settings.family == "Marian" and part.startswith(">>") and "<<" in part:
             end = part.index("<<") + 2  # an unknown language is UNK, as any unknown piece
             return [self._table.special.get(part[:end], part[:end]), *self._model.cut(part[end:])]
         return [*self._model.cut(part)]
 
-    def _behind_unk(self, part: str) -> list[str]:
-        """The pieces of a part that starts with a space, which SentencePiece would strip from the start of a text."""
+    @cached_property
+    def _unk(self) -> tuple[str, int]:
+        """The unknown token, and how many pieces it is cut into."""
         opening = next((name for name, i in self.specials.named if i == self.specials.unk), "<unk>")
-        return self._model.cut(opening + part)[len(self._model.cut(opening)) :]
+        return opening, len(self._model.cut(opening))
 
     def _id_of(self, piece: str, unknown: Counter[str]) -> int:
         token_id = self._ids.get(piece)
@@ -182,9 +171,6 @@ class SpmTokenizer:
         return self._frame.around(ids, language)
 
     # ------------------------------------------------------------ ids -> text
-
-    def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
-        return b"".join(map(self.joiner(skip_specials=skip_specials), ids)).decode("utf-8", "replace")
 
     def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         leading = self._model.leading
@@ -218,9 +204,6 @@ class SpmTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._special_ids else self._shown(token_id)
-
-    def token_text(self, token_id: int) -> str:
-        return printable(self._shown(token_id))
 
     # ------------------------------------------------------------ files
 

@@ -39,6 +39,7 @@ def train_tokenizer(
     lower: bool = False,
     split: str = "words",
     specials: Sequence[str] | None = None,
+    closed: bool = False,
     on_unknown: str = "warn",
     progress: Progress | None = None,
 ) -> Tokenizer:
@@ -47,7 +48,8 @@ def train_tokenizer(
     ``vocab_size`` is a ceiling, specials included; ``min_freq`` is for tokens (bpe: for pairs to merge); both mean
     nothing to ``byte``, which has nothing to learn and reads no text.  ``lower`` is for char and word, ``split`` for
     word (``words.SPLITS``).  ``specials`` are roles out of separator, bos, eos, pad, unk; the separator is always
-    there, and by default unk for char and word.
+    there, and by default unk for char and word.  ``closed``: EOS is part of a text's frame (bpe, whose file others read
+    too; the other kinds have no frame).
     Raises TokenizerError for an option that cannot be, DataError for an empty corpus.
     """
     if kind not in KINDS:
@@ -64,7 +66,9 @@ def train_tokenizer(
     corpus = _Corpus(texts, progress)
     tokenizer: Tokenizer
     if kind == "bpe":
-        tokenizer = train_bpe(corpus, roles, vocab_size=vocab_size, min_freq=min_freq, on_unknown=on_unknown)
+        tokenizer = train_bpe(
+            corpus, roles, vocab_size=vocab_size, min_freq=min_freq, closed=closed, on_unknown=on_unknown
+        )
     elif kind == "char":
         tokenizer = CharTokenizer.train(
             corpus, roles, vocab_size=vocab_size, min_freq=min_freq, lower=lower, on_unknown=on_unknown

@@ -88,7 +88,7 @@ class WordTokenizer(TableTokenizer):
     """One id per word.  See the module."""
 
     kind = "word"
-    unit = "word"
+    units = "word", "words"
 
     def __init__(
         self,

@@ -24,8 +24,11 @@ from typing import Any
 import torch
 
 from kvad.checkpoint.folder import TRAINING, locate, read_json, steps_of
-from kvad.checkpoint.native import Checkpoint, Training, check_tensors, load, save_step
-from kvad.config import ModelConfig
+from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.native import load, save_step
+from kvad.checkpoint.opened import Opened, Training
+from kvad.checkpoint.theirs import Layout, choose_layout
+from kvad.config import ModelConfig, meaning
 from kvad.errors import CheckpointError, ConfigError, UsageError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
@@ -85,7 +88,8 @@ def train(
     if kind == "encoder-decoder":
         initialise(model)
     model.to(config.train.device)
-    run = _Run(config, named, out, model, tokenizer, material, fresh=bool(earlier))
+    layout = _layout(model_config, material.generation(tokenizer), tell)
+    run = _Run(config, named, out, model, tokenizer, material, layout, fresh=bool(earlier))
     return run.fit(State(), None, callbacks, clock)
 
 
@@ -123,9 +127,10 @@ def resume(
         tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")
     torch.manual_seed(config.train.seed)
     model = Transformer(checkpoint.config)
-    check_tensors(checkpoint.tensors, {name: tuple(t.shape) for name, t in model.state_dict().items()})
-    model.load_state_dict(checkpoint.tensors)  # copied: training must never write into a mapped file
-    run = _Run(config, named, out, model.to(config.train.device), tokenizer, material)
+    model.load_state_dict(dict(checkpoint.weights()))  # copied: training must never write into a mapped file
+    model.to(config.train.device)
+    layout = _layout(checkpoint.config, material.generation(tokenizer), tell)
+    run = _Run(config, named, out, model, tokenizer, material, layout)
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
 
 
@@ -152,13 +157,14 @@ class _Run:
         model: Transformer,
         tokenizer: Tokenizer,
         material: Material,
+        layout: Layout | None,
         *,
         fresh: bool = False,
     ) -> None:
         self.config, self.out, self.model, self.tokenizer, self.material = config, out, model, tokenizer, material
         self.corpus = as_json(corpus)
         self.optimizer = make_optimizer(model, config.train)
-        self.fresh = fresh
+        self.layout, self.fresh = layout, fresh
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
         train = self.config.train
@@ -193,6 +199,7 @@ class _Run:
             self.model.state_dict(),
             self.tokenizer,
             Training(tensors, content),
+            layout=self.layout,
             generation=self.material.generation(self.tokenizer),
             keep=self.config.train.keep,
             fresh=self.fresh,
@@ -201,10 +208,23 @@ class _Run:
         return path
 
 
-def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Checkpoint, tokenizer: Tokenizer) -> None:
+def _layout(config: ModelConfig, generation: Generation, tell: Callable[[str], None]) -> Layout | None:
+    """Hugging Face's wherever one of their classes can hold the model; None is kvad's own."""
+    try:
+        layout = choose_layout(config, generation)
+    except CheckpointError as error:
+        tell(f"checkpoints: kvad's own layout, as {error.message}{f' ({error.hint})' if error.hint else ''}")
+        return None
+    tell(f"checkpoints: Hugging Face's layout, which transformers reads as {layout.reader}")
+    return layout
+
+
+def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Opened, tokenizer: Tokenizer) -> None:
     there, here = stored.to_dict(), wanted.to_dict()
-    there["model"] = checkpoint.config.to_dict()
-    here["model"] = wanted.resolve(tokenizer.vocab_size).to_dict()
+    model = wanted.resolve(tokenizer.vocab_size)
+    same = meaning(model) == meaning(checkpoint.config)  # two spellings of one model are no difference
+    there["model"] = {} if same else checkpoint.config.to_dict()
+    here["model"] = {} if same else model.to_dict()
     if wanted.tokenizer.path is not None:
         given = load_tokenizer(Path(wanted.tokenizer.path))
         if given.fingerprint() != tokenizer.fingerprint():

@@ -89,6 +89,7 @@ class Material:
             min_freq=wanted.min_freq,
             lower=wanted.lower,
             specials=wanted.specials if wanted.specials is not None else usual,
+            closed=wanted.specials is None and usual is not None,
         )
 
     def key(self, tokenizer: Tokenizer) -> str:
@@ -99,20 +100,20 @@ class Material:
         """The texts as tokens in ``folder``.  DataError, and nothing written, where they are too few to train on."""
         self._tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
 
-        def data(store: TokenStore) -> TrainingData:
+        def read(store: TokenStore) -> None:
             if isinstance(self.texts, PairCorpus):
-                return PairData(store, self._config, self.texts.num_held, tokenizer.specials.pad or 0)
-            return DocumentData(store, self._config)
+                self.data = PairData(store, self._config, self.texts.num_held, tokenizer.specials.pad or 0)
+            else:
+                self.data = DocumentData(store, self._config)
 
-        self.store, found = open_store(folder, self.texts, tokenizer, accept=data)
-        self.data = data(self.store)
+        self.store, found = open_store(folder, self.texts, tokenizer, accept=read)
         first, *more = self.data.told()
         for line in (first + (", found on disk" if found else ""), *more):
             self._tell(line)
 
-    def generation(self, tokenizer: Tokenizer) -> Generation | None:
+    def generation(self, tokenizer: Tokenizer) -> Generation:
         """What a checkpoint says about generating."""
-        return generation_of(tokenizer) if isinstance(self.texts, PairCorpus) else None
+        return generation_of(tokenizer) if isinstance(self.texts, PairCorpus) else Generation()
 
     def sampler(self, model: Transformer, tokenizer: Tokenizer) -> Callable[[], tuple[Sample, ...]] | None:
         """What the model makes of the first held-out sources, whenever it is called; None of documents."""

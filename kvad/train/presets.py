@@ -22,6 +22,9 @@ name                  width  layers  heads  hidden  parameters with vocab 4096, 
 ``transformer-base``    512   6 + 6      8    2048                  46.24 M   63.08 M
 ====================  =====  ======  =====  ======  =================================
 
+No class of transformers has exactly this one; ``marian-tiny`` and ``marian-base`` are their neighbours that Marian's
+has: all sines before all cosines in each position, a bias at the head, eps 1e-5 in every norm.
+
 Standard library only.
 """
 
@@ -36,6 +39,7 @@ from kvad.config import (
     Attention,
     Embedding,
     Gated,
+    Head,
     Layer,
     ModelConfig,
     Norm,
@@ -55,15 +59,18 @@ def _decoder(
     return ModelConfig(width=width, vocab=vocab, limit=context, decoder=Stack(layers, {"L": layer}))
 
 
-def _transformer(vocab: int, context: int, *, width: int, layers: int, heads: int, hidden: int) -> ModelConfig:
+def _transformer(
+    vocab: int, context: int, *, width: int, layers: int, heads: int, hidden: int, marian: bool = False
+) -> ModelConfig:
     """Post-norm, ReLU, sinusoidal positions, one table of tokens scaled by sqrt(width) for source, target and output
     (sec. 3.4).  Biases everywhere, as most implementations have them; the paper writes them for the MLP (eq. 2) only.
     """
-    norm = Norm("layer", eps=1e-6, bias=True)  # the paper gives no eps; this is tensor2tensor's
+    norm = Norm("layer", eps=1e-5 if marian else 1e-6, bias=True)  # the paper gives none; 1e-6 is tensor2tensor's
     mlp = Plain(hidden, "relu", bias=True)
     own = Attention(heads, position=None, bias=True, out_bias=True)
     seeing = replace(own, causal=False)
-    embed = Embedding(SinusoidalPositions(), scale=math.sqrt(width))
+    positions = SinusoidalPositions(form="concat") if marian else SinusoidalPositions()
+    embed = Embedding(positions, scale=math.sqrt(width))
 
     def stack(layer: Layer) -> Stack:
         return Stack(layers, {"L": layer}, norm_place="post", final_norm=False)
@@ -76,6 +83,7 @@ def _transformer(vocab: int, context: int, *, width: int, layers: int, heads: in
         decoder=stack(Layer(own, mlp, norm, cross=seeing)),
         embed=embed,
         source=Source(limit=context, embed=embed),
+        head=Head(bias=marian),
     )
 
 
@@ -87,4 +95,6 @@ PRESETS: dict[str, Callable[[int, int], ModelConfig]] = {
     "base": partial(_decoder, width=768, layers=12, heads=12, kv_heads=4, hidden=2048),
     "transformer-tiny": partial(_transformer, width=128, layers=2, heads=4, hidden=512),
     "transformer-base": partial(_transformer, width=512, layers=6, heads=8, hidden=2048),
+    "marian-tiny": partial(_transformer, width=128, layers=2, heads=4, hidden=512, marian=True),
+    "marian-base": partial(_transformer, width=512, layers=6, heads=8, hidden=2048, marian=True),
 }

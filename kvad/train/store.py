@@ -51,11 +51,10 @@ class Texts(Protocol):
 
 
 class TokenStore:
-    """Reads a store; ``fingerprint`` says which tokens they are."""
+    """Reads a store, also one that is renamed meanwhile; ``fingerprint`` says which tokens they are."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.fingerprint = str(manifest["key"])
+        self.manifest, self.fingerprint = manifest, str(manifest["key"])
         dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
         self._shards = [np.memmap(folder / shard["file"], dtype, "r") for shard in manifest["shards"]]
         self._starts = np.cumsum([0, *(len(shard) for shard in self._shards)])
@@ -85,7 +84,7 @@ def open_store(
     corpus: Texts,
     tokenizer: Tokenizer,
     *,
-    accept: Callable[[TokenStore], object] | None = None,
+    accept: Callable[[TokenStore], object] = lambda store: None,
 ) -> tuple[TokenStore, bool]:
     """The corpus as tokens in ``folder``, and whether it was there already.
 
@@ -95,17 +94,16 @@ def open_store(
     settings, key = _settings(corpus, tokenizer), store_key(corpus, tokenizer)
     if (manifest := _usable(folder, key)) is not None:
         store = TokenStore(folder, manifest)
-        if accept is not None:
-            accept(store)
+        accept(store)
         return store, True
     frame = corpus.framer(tokenizer)
     with new_folder(folder) as new:
         counts = _write(new, _encoded(corpus, tokenizer, frame), _dtype(tokenizer.vocab_size))
         manifest = {"format": 1, "key": key, **counts, **settings}
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        if accept is not None:
-            accept(TokenStore(new, manifest))
-    return TokenStore(folder, manifest), False
+        store = TokenStore(new, manifest)
+        accept(store)
+    return store, False
 
 
 def store_key(corpus: Texts, tokenizer: Tokenizer) -> str:

@@ -4,62 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kvad import config as cfg
-from kvad.checkpoint.export import choose_family, export_hf, import_hf
+from kvad.checkpoint.export import export_hf, import_hf
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import save
 from kvad.checkpoint.open import load_model, open_checkpoint
+from kvad.checkpoint.theirs import choose_family
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError, UsageError
 from kvad.lab.replay import uncached, whole_row
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import train_tokenizer
 from tests.models import randomise
-
-NORM = cfg.Norm("layer", bias=True)
-
-
-def attention(**changes: Any) -> cfg.Attention:
-    return cfg.Attention(6, **{"position": None, "bias": True, "out_bias": True, **changes})
-
-
-def configs() -> dict[str, ModelConfig]:
-    """Like what ``kvad train`` makes: a Llama, a BERT, and a BART."""
-    llama = cfg.Layer(cfg.Attention(6, 2, head_dim=8), cfg.Gated(52))
-    bert = cfg.Layer(attention(causal=False), cfg.Plain(52, bias=True), cfg.Norm("layer", 1e-12, bias=True))
-    cross = attention(causal=False)
-    bart = cfg.Layer(attention(), cfg.Plain(52, bias=True), NORM, cross)
-    head = cfg.Head(bias=True, transform=cfg.Transform("gelu", True, bert.norm))
-    embed = cfg.Embedding(cfg.LearnedPositions(66, offset=2), 1.0, NORM)
-    post = {"norm_place": "post", "final_norm": False}
-    return {
-        "decoder": ModelConfig(36, 300, 64, cfg.Stack(2, {"L": llama})),
-        "encoder": ModelConfig(
-            36,
-            300,
-            64,
-            encoder=cfg.Stack(2, {"L": bert}, **post),  # type: ignore[arg-type]
-            embed=cfg.Embedding(cfg.LearnedPositions(64), 1.0, bert.norm, segments=2),
-            head=head,
-        ),
-        "encoder-decoder": ModelConfig(
-            36,
-            300,
-            64,
-            cfg.Stack(2, {"L": bart}, **post),  # type: ignore[arg-type]
-            cfg.Stack(2, {"L": cfg.Layer(attention(causal=False), bart.mlp, NORM)}, **post),  # type: ignore[arg-type]
-            embed,
-            cfg.Source(64, embed),
-            cfg.Head(bias=True),
-        ),
-    }
-
+from tests.trained import configs
 
 CLASSES = {
     "decoder": "LlamaForCausalLM",

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvad.checkpoint.export import choose_family
 from kvad.checkpoint.families import FAMILIES, find
 from kvad.checkpoint.hf import Fields, read_tensors, settled, write_tensors
-from kvad.config import Classes, Stack
+from kvad.checkpoint.theirs import choose_family
+from kvad.config import Stack
 from kvad.errors import CheckpointError, UsageError
 from kvad.lab.scenario import Options, prompts_of
 from kvad.lab.verify import verify
@@ -81,7 +81,7 @@ def outputs(read: Read, run: str, model: Transformer | None = None) -> Tensor:
     hidden = model(step, Fresh(read.config))
     if read.meta["output"] == "last_hidden_state":
         return hidden
-    if isinstance(read.config.head, Classes) and read.config.head.per == "row":
+    if read.config.per_row:
         return model.rows(hidden, step)[0]
     logits = model.logits(hidden, step.wanted)
     expected = read.tensor(f"{run}/{read.meta['output']}")

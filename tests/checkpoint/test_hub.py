@@ -185,7 +185,7 @@ def test_a_folder_here_hides_the_hub_unless_it_is_named(monkeypatch, tmp_path):
     Path("org").mkdir()
     assert "no such folder: org/name (hf://org/name would be the hub's)" in refusal("org/name")
     fake = Fake(monkeypatch, tmp_path, {"model.safetensors": ""})
-    assert resolve("hf://org/name") == fake.folder
+    assert resolve("hf://org/name") == fake.folder == resolve(Path("hf://org/name"))
 
 
 def test_what_kvad_cannot_read_is_refused_before_its_weights_are_fetched(monkeypatch, tmp_path):

@@ -30,13 +30,13 @@ def tensors(value):
 
 def torn(death):
     real = native.save_file
-    def save_file(content, path):
-        real(content, path)
+    def save_file(content, path, *metadata):
+        real(content, path, *metadata)
         whole = path.stat().st_size
         os.truncate(path, whole // 2)
         death.tick()
         os.truncate(path, 0)
-        real(content, path)
+        real(content, path, *metadata)
     native.save_file = save_file
 
 def write(mode, run, value):

@@ -66,6 +66,12 @@ def test_a_backslash_leaves_the_line_open(chat, llm):
     assert chat("hi\\").out == continued(llm, "hi")[0] + "\n"
 
 
+def test_a_search_has_a_row_for_each_beam(chat, llm, model):
+    with LLM.load(model, rows=3) as wide:
+        found = wide.generate("hi\n", max_tokens=6, beams=3).text
+    assert chat("hi", options=("--max-tokens", 6, "--beams", 3)).out == f"{found}\n"
+
+
 def test_undo_takes_back_a_turn(chat, llm):
     one, two = continued(llm, "hi\n", "\nyou\n")
     ran = chat("hi", "no", "/undo", "you", "/undo", "/undo", "/undo")

@@ -152,6 +152,44 @@ def test_json_is_one_object_with_everything(kvad, model, llm):
     assert stats["engine_ms"] > 0 and stats["model_ms"] > 0 and stats["first_token"] < stats["seconds"]
 
 
+def test_over_the_search_that_the_checkpoint_asks_for(kvad, tmp_path):
+    """Its own beams have their rows; a length penalty alone is for them; what asks for samples leaves them out."""
+    from kvad.checkpoint.generation import Generation
+    from kvad.checkpoint.native import load, save
+
+    def write(name, **sampling):
+        plain = load(write_model(tmp_path / name))
+        save(tmp_path / name, plain.config, dict(plain.weights()), plain.tokenizer, generation=Generation(**sampling))
+        return tmp_path / name
+
+    def say(folder, *flags):
+        ran = kvad("generate", folder, "ab", "--max-tokens", 8, "--json", *flags)
+        assert ran.code == 0 and ran.err == "", ran
+        return json.loads(ran.out)["completions"][0]["samples"][0]["tokens"]
+
+    folder = write("beams", sampling={"beams": 3, "temperature": 0.0, "length_penalty": 2.0})
+    with LLM.load(folder, rows=3) as llm:
+        searched = [list(llm.generate("ab", max_tokens=8, beams=3, length_penalty=a).tokens) for a in (2.0, -50.0)]
+    assert say(folder) == searched[0] and say(folder, "--length-penalty", -50) == searched[1]
+    greedy = write("greedy", sampling={"temperature": 0.0})
+    for model in (folder, greedy):
+        seeded = [say(model, "--seed", seed) for seed in range(6)]
+        assert len(set(map(tuple, seeded))) > 3
+        assert seeded[3] == say(model, "--temperature", 1, "--seed", 3) == say(model, "--top-p", 1, "--seed", 3)
+        assert say(model, "--seed", 3, "--temperature", 0) == say(model, "--beams", 1) == say(greedy)
+    ran = kvad("generate", folder, "ab", "--length-penalty", 1.5, "--seed", 3)
+    assert (ran.code, ran.out) == (2, "") and "seed and beams=3 cannot go together" in ran.err
+    ran = kvad("generate", greedy, "ab", "--length-penalty", 1.5)
+    assert (ran.code, ran.out) == (2, "") and "length_penalty= is for a beam search, and there are no beams" in ran.err
+    ran = kvad("generate", tmp_path / "absent", "ab", "--length-penalty", 1000)
+    assert ran.code == 2 and "length_penalty: 1000.0 is out of range" in ran.err
+
+
+def test_json_has_the_prompt_without_echo(kvad, model):
+    ran = kvad("generate", model, "hey", "--json", "--echo")
+    assert ran.code == 2 and ran.out == "" and "--echo and --json both given" in ran.err
+
+
 def test_stats_name_speed_cache_hits_and_pressure(kvad, model):
     ran = kvad(
         "generate", model, "hey you there, what is this", "--max-tokens", 9, *GREEDY, "--stats", "--block-size", 4

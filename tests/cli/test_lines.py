@@ -91,7 +91,7 @@ def translator(tmp_path_factory):
     return write_translator(folder, train_tokenizer("byte", []), start=256)
 
 
-def write_translator(folder, tokenizer, start, banned=()):
+def write_translator(folder, tokenizer, start, banned=(), **search):
     mixer, free = Attention(4, 2), Attention(4, position=None, causal=False)
     decoder = Layer(mixer, Plain(40), cross=free)
     encoder = Layer(Attention(4, causal=False), Plain(40))
@@ -103,7 +103,9 @@ def write_translator(folder, tokenizer, start, banned=()):
         encoder=Stack(2, {"L": encoder}),
         source=Source(LIMIT),
     )
-    said = Generation(start=start, stops=(start,), banned=banned, sampling={"max_tokens": 6, "temperature": 0.0})
+    said = Generation(
+        start=start, stops=(start,), banned=banned, sampling={"max_tokens": 6, "temperature": 0.0, **search}
+    )
     save(folder, config, build(config).float().state_dict(), tokenizer, generation=said)
     return folder
 
@@ -255,8 +257,29 @@ def test_sampling_and_length(kvad, translator):
 
     assert len({say("--temperature", 1.5, "--seed", seed) for seed in range(6)}) > 3
     assert say("--temperature", 1.5, "--seed", 3) == say("--temperature", 1.5, "--seed", 3)
+    assert say("--seed", 3) == say("--temperature", 1.0, "--seed", 3) != say("--seed", 4)
     assert say("--top-k", 1) == say() == say("--beams", 1)
     assert len(say("--max-tokens", 2).encode("utf-8", "replace")) < len(say().encode())
+
+
+def test_over_the_search_that_the_checkpoint_asks_for(kvad, tmp_path):
+    folder = write_translator(tmp_path / "beams", train_tokenizer("byte", []), 256, beams=3, length_penalty=2.0)
+
+    def say(*flags):
+        ran = kvad("translate", folder, "--json", *flags, stdin=b"Haus\n")
+        assert ran.code == 0 and ran.err == "", ran
+        return objects(ran)[0]
+
+    with LLM.load(folder) as llm:
+        (said,), (asked,) = (llm.generate("Haus", **more).samples for more in ({}, {"length_penalty": -1.0}))
+    assert say() == {"line": 1, "text": said.text, "score": pytest.approx(said.total)}
+    assert say("--length-penalty", -1) == {"line": 1, "text": asked.text, "score": pytest.approx(asked.total)}
+    assert say("--seed", 3) == say("--temperature", 1, "--seed", 3) and say("--seed", 3)["score"] is None
+
+
+def test_a_penalty_of_no_search_is_refused(kvad, translator):
+    ran = kvad("translate", translator, "--length-penalty", 0.5, stdin=b"Haus\n")
+    assert (ran.code, ran.out) == (2, "") and "there are no beams" in ran.err
 
 
 def test_a_prefix_begins_every_translation(kvad, translator):
@@ -320,6 +343,7 @@ def test_a_line_too_long_or_broken_is_told_and_costs_no_other(kvad, translator):
         (("--beams", 0), "beams: 0 is out of range"),
         (("--n-best", 0), "--n-best: 0 is out of range"),
         (("--n-best", 3, "--beams", 2), "--n-best 3 exceeds --beams 2"),
+        (("--beams", 2, "--seed", 3), "seed and beams=2 cannot go together"),
         (("--temperature", -1), "temperature: -1.0 is out of range"),
         (("--max-tokens", -1), "max_tokens: -1 is out of range"),
         (("--dtype", "int8"), "'int8' is not one of"),

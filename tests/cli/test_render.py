@@ -137,7 +137,23 @@ def test_a_model_without_a_template(kvad, tmp_path):
     ran = kvad("render", tmp_path, "-m", "user=a")
     assert ran.code == 2 and f"{tmp_path} has no chat template" in ran.err
     ran = kvad("render", tmp_path / "absent", "-m", "user=a")
-    assert ran.code == 2 and "there is no folder" in ran.err
+    assert ran.code == 2 and "no such folder" in ran.err
+
+
+def test_of_a_model_on_the_hub_no_weights_are_fetched(kvad, model, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def download(repo, *, allow_patterns, **options):
+        asked.append((repo, options["revision"], "*.safetensors" in allow_patterns))
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert kvad("render", "org/chatty@v2", "-m", "user=a").out == "<|bos|><user>a<assistant>"
+    assert kvad("tokenize", "hf://org/chatty", "a", "--ids").out == "97\n"
+    assert asked == [("org/chatty", "v2", False), ("org/chatty", None, False)]
 
 
 def test_a_template_that_refuses(kvad, tmp_path):

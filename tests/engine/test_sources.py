@@ -308,8 +308,7 @@ def expected(model: Transformer, tokens: Sequence[int], want: str) -> Tensor:
         return hidden[0] if want == "first" else hidden.mean(dim=0)
     if model.decoder is not None:
         return hidden
-    head = model.config.head
-    if isinstance(head, cfg.Pooled) or (isinstance(head, cfg.Classes) and head.per == "row"):
+    if model.config.per_row:
         return model.rows(hidden, step)[0]
     return model.logits(hidden, step.wanted)
 

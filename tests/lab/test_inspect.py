@@ -90,7 +90,7 @@ def test_problems_are_named_and_the_code_is_1(tmp_path, capsys):
     assert code == 1
     assert f"problem: {gone} [40, 24] is missing" in out
     assert f"problem: {other} is [3, 24], the config says [12, 24]" in out
-    assert "problem: extra [2] is not part of this model" in out
+    assert "problem: extra [2] is extra: the config has no place for it" in out
 
 
 def flip(path):
@@ -386,6 +386,28 @@ def test_a_layer_or_head_that_is_not_there(checkpoint, capsys, option, number):
 def test_options_that_cannot_be(checkpoint, capsys, arguments, says):
     code, out, err = run(capsys, checkpoint, *arguments)
     assert (code, out) == (2, "") and says in err
+
+
+def test_a_model_on_the_hub(tmp_path, capsys, monkeypatch):
+    """Of --tree no weights are fetched; what the summary reads are their headers."""
+    import huggingface_hub
+
+    folder = write_foreign(tmp_path / "theirs", "llama-tied")
+    asked = []
+
+    def download(repo, *, allow_patterns, **options):
+        asked.append((repo, options["revision"], "*.safetensors" in allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    of_folder = run(capsys, folder, "--tree")[1].splitlines()
+    code, out, err = run(capsys, "org/theirs@v2", "--tree")
+    assert (code, err) == (0, "") and out.splitlines()[1:] == of_folder[1:]
+    assert asked == [("org/theirs", "v2", False)]
+    assert run(capsys, "hf://org/theirs", "--json") == run(capsys, folder, "--json")
+    assert asked[-1][2] is True
+    assert main(["plan", "org/theirs", "--bandwidth", "10"]) == 0 and asked[-1] == ("org/theirs", None, False)
 
 
 def test_not_a_checkpoint(tmp_path, capsys):

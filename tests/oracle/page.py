@@ -195,9 +195,9 @@ families (`kvad/checkpoint/families`); `tests/test_models_page.py` holds the pag
 
 The oracles are transformers {versions}: tiny random models with awkward shapes, every parameter randomised,
 logits for logits in float32 (`tests/oracle/README.md`). `kvad inspect MODEL --tree` draws any of these models and
-`kvad plan MODEL` sizes it, both from a folder's `config.json` alone. They need no torch for kvad's own checkpoints and
-for known shapes; for a Hugging Face config they import it, because a family is one file: how its config is read, and
-how its tensors are turned.
+`kvad plan MODEL` sizes it, both from a folder's `config.json` alone. They need no torch for checkpoints in kvad's
+own layout and for known shapes; for a Hugging Face config they import it, because a family is one file: how its
+config is read, and how its tensors are turned.
 """
 MATRIX = """A family stands in every row whose positions it has. *(parallel)* and the like: where its norms stand
 otherwise than before (pre) or after (post) each half; `kvad inspect MODEL --tree` writes the formula. "-": none of

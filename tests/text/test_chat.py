@@ -827,7 +827,7 @@ def test_files_that_are_no_text(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")
     with pytest.raises(ChatTemplateError, match="not UTF-8 at byte 1"):
         ChatTemplate.load(tmp_path)
-    with pytest.raises(ChatTemplateError, match="there is no folder"):
+    with pytest.raises(ChatTemplateError, match="no such folder"):
         ChatTemplate.load(tmp_path / "absent")
 
 

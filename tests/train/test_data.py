@@ -1,7 +1,5 @@
 """Packing: which token is predicted from which, and which rows a step takes."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +18,6 @@ class Tokens:
     def __init__(self, *lengths):
         self.offsets = np.cumsum([0, *lengths])
         self.stream = np.concatenate([[SEPARATOR, *range(10 * d + 1, 10 * d + n)] for d, n in enumerate(lengths)])
-        self.folder = Path()
 
     num_tokens = property(lambda self: int(self.offsets[-1]))
     num_documents = property(lambda self: len(self.offsets) - 1)

@@ -200,6 +200,34 @@ def test_a_loss_that_is_no_number_stops_and_nothing_of_it_is_saved(corpus, tmp_p
     assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
 
 
+def test_a_step_is_theirs_where_a_family_can_hold_the_model(corpus, tmp_path, run_config, listener):
+    outcome = train(run_config(steps=2), [corpus], tmp_path / "run", callbacks=[listener])
+    content = json.loads((outcome.checkpoint / "config.json").read_text())
+    assert content["model_type"] == "llama" and "kvad" not in content
+    said = [stage for stage in listener.stages if stage.startswith("checkpoints: ")]
+    assert said == ["checkpoints: Hugging Face's layout, which transformers reads as LlamaForCausalLM"]
+
+
+def test_a_run_of_kvads_own_layout_goes_on_to_the_bit(corpus, tmp_path, run_config, monkeypatch, listener):
+    """Steps that were saved before, or that no family could hold; what follows them may be of the other layout."""
+    from kvad.train import job
+
+    def none(*_):
+        raise CheckpointError("no class can hold it", "it says why")
+
+    config = run_config(steps=14)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(config, [corpus], whole)
+    monkeypatch.setattr(job, "choose_layout", none)
+    train(config, [corpus], parts, callbacks=[StopAt(3), listener])
+    assert "checkpoints: kvad's own layout, as no class can hold it (it says why)" in listener.stages
+    resume(parts, callbacks=[StopAt(8)])
+    assert "model" in json.loads((steps_of(parts)[-1] / "config.json").read_text())
+    monkeypatch.undo()
+    resume(parts)
+    assert losses(parts) == losses(whole) and hashes(parts) == hashes(whole)
+
+
 # ---------------------------------------------------------------- resume refuses, by name
 
 

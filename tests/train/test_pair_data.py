@@ -1,7 +1,6 @@
 """Packed pairs: first fit, who predicts what from what, nobody sees a neighbour, and the order of the rows."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -34,7 +33,6 @@ class Pairs:
             self.texts.append([BOS, *(first + (i + 3) % 8 for i in range(target)), EOS])
         self.stream = np.concatenate(self.texts)
         self.offsets = np.cumsum([0, *map(len, self.texts)])
-        self.folder = Path()
 
     num_tokens = property(lambda self: len(self.stream))
     num_documents = property(lambda self: len(self.texts))

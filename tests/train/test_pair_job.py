@@ -123,9 +123,12 @@ def test_every_kind_of_tokenizer_has_what_pairs_need(reversals, tmp_path, pair_c
         assert llm.generate("abc", max_tokens=3).usage.completion <= 3
 
 
+@pytest.mark.parametrize(("preset", "layout"), [("transformer-tiny", "model"), ("marian-tiny", "model_type")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_resume_goes_on_to_the_bit(reversals, tmp_path, pair_config, precision):
-    config = pair_config(steps=12, accumulate=2, precision=precision)
+def test_resume_goes_on_to_the_bit(reversals, tmp_path, pair_config, precision, preset, layout):
+    scale = 32**0.5  # Marian's is sqrt(width) or none
+    model = {"preset": preset, "set": {**SMALL, "embed.scale": scale, "source.embed.scale": scale}}
+    config = pair_config(steps=12, accumulate=2, precision=precision, model=model)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(config, [reversals], whole)
     assert train(config, [reversals], parts, callbacks=[StopAt(3)]).reason == "interrupted"
@@ -134,6 +137,7 @@ def test_resume_goes_on_to_the_bit(reversals, tmp_path, pair_config, precision):
     assert losses(parts) == losses(whole) and len(losses(whole)) == 12
     assert hashes(parts) == hashes(whole)
     assert load(parts).generation == load(whole).generation
+    assert layout in json.loads((load(parts).path / "config.json").read_text())
     kinds = [[(e["kind"], e["step"]) for e in read_metrics(out / "metrics.jsonl")[1:]] for out in (whole, parts)]
     assert kinds[0] == kinds[1]
 

@@ -60,6 +60,15 @@ def test_a_store_is_found_again_until_something_changes(texts, tmp_path):
     assert not open_store(folder, open_corpus([texts]), char)[1]
 
 
+def test_what_accepts_the_tokens_reads_them_on(texts, tmp_path):
+    """It is given one store, before and after it has its name."""
+    accepted = []
+    for known in (False, True):
+        store, found = open_store(tmp_path / "data", open_corpus([texts]), BYTE, accept=accepted.append)
+        assert found is known and store is accepted[-1] and stream(store) == EXPECTED
+    assert len(accepted) == 2
+
+
 @pytest.mark.parametrize("name", ["tokens-00000.bin", "offsets.bin", "manifest.json"])
 def test_a_damaged_store_is_made_again(texts, tmp_path, name):
     open_store(tmp_path / "data", open_corpus([texts]), BYTE)

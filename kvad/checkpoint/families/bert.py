@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvad.checkpoint.families import encoders
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed
+from kvad.checkpoint.families.common import ACTIVATIONS
 from kvad.checkpoint.hf import Family, Fields, Rule, rule
 from kvad.config import (
     Attention,
@@ -71,7 +71,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    return expressed(config, encoders.bert_fields(config, "bert", "Bert"), read)
+    return encoders.bert_fields(config, "bert", "Bert")
 
 
 FAMILY = Family(

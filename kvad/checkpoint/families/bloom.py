@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import expressed, one_kind
+from kvad.checkpoint.families.common import one_kind
 from kvad.checkpoint.hf import Family, Fields, Rule, grouped, rule, rules_under
 from kvad.config import Alibi, Attention, Embedding, Layer, ModelConfig, Norm, Plain, Stack
 
@@ -72,7 +72,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "apply_residual_connection_post_layernorm": config.stack.norm_place == "normed",
         "tie_word_embeddings": config.tie,
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

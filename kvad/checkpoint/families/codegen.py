@@ -30,4 +30,4 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return {**gptj.write(config), "architectures": ["CodeGenForCausalLM"], "model_type": "codegen"}
 
 
-FAMILY = replace(gptj.FAMILY, types=("codegen",), rules=rules, write=write)
+FAMILY = replace(gptj.FAMILY, types=("codegen",), rules=rules, spell=write)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
@@ -76,7 +76,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **rope_fields(rotary(first.mixer.position or Rope(), name)),
         **(layer_types(config) if second else {"use_qk_norm": first.mixer.qk_norm == "each"}),
     }
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("cohere", "cohere2"), read, rules({**LAYER, **QK_NORM}), write)

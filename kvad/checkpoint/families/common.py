@@ -1,14 +1,12 @@
-"""What many families' configs share: activations, rotary positions in both spellings, norms, the way back."""
+"""What many families' configs share: activations, rotary positions in both spellings, norms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from kvad.checkpoint.hf import Fields
 from kvad.config import (
-    Attention,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -18,17 +16,15 @@ from kvad.config import (
     Scaling,
     Stack,
     YarnScaling,
-    head_dim,
-    to_dict,
 )
-from kvad.errors import CheckpointError, ConfigError
+from kvad.errors import CheckpointError
 
 __all__ = [
     "ACTIVATIONS",
     "FAIRSEQ_LAYER",
     "cannot_express",
-    "expressed",
     "one_kind",
+    "optional",
     "rope",
     "rope_fields",
     "rotary",
@@ -113,17 +109,17 @@ def _scaling(fields: Fields, given: Mapping[str, Any], limit: int) -> Scaling | 
             beta_fast=values.number("beta_fast", default=32.0),
             beta_slow=values.number("beta_slow", default=1.0),
             truncate=values.flag("truncate", True),
-            attention_factor=_optional(values, "attention_factor"),
-            mscale=_optional(values, "mscale"),
-            mscale_all_dim=_optional(values, "mscale_all_dim"),
+            attention_factor=optional(values, "attention_factor"),
+            mscale=optional(values, "mscale"),
+            mscale_all_dim=optional(values, "mscale_all_dim"),
         )
     if kind in ("longrope", "su"):
         scaling = LongRopeScaling(
             short=tuple(map(float, values.get("short_factor", ()))),
             long=tuple(map(float, values.get("long_factor", ()))),
             original=original,
-            factor=_optional(values, "factor"),
-            attention_factor=_optional(values, "attention_factor"),
+            factor=optional(values, "factor"),
+            attention_factor=optional(values, "attention_factor"),
         )
         if scaling.attention_factor is None:
             values.refuse("factor", limit / original, why="transformers 4 takes max_position_embeddings / original")
@@ -143,7 +139,7 @@ def _original(fields: Fields, values: Fields, limit: int) -> int:
     return inner
 
 
-def _optional(values: Fields, name: str) -> float | None:
+def optional(values: Fields, name: str) -> float | None:
     return values.number(name) if name in values else None
 
 
@@ -214,51 +210,3 @@ def shortest(pattern: str) -> str:
     """The shortest pattern that, repeated, is this one: GLGL -> GL."""
     lengths = range(1, len(pattern) + 1)
     return next(pattern[:n] for n in lengths if (pattern[:n] * len(pattern))[: len(pattern)] == pattern)
-
-
-def expressed(config: ModelConfig, fields: dict[str, Any], read: Callable[[Fields], ModelConfig]) -> dict[str, Any]:
-    """``fields``, proven: read back, they are this model.  CheckpointError names the first part that would be another,
-    because their class has no place for it."""
-    name = fields["model_type"]
-    try:
-        again = read(Fields(fields, name))
-    except (CheckpointError, ConfigError) as error:
-        raise CheckpointError(f"{name} cannot express this model: {error.message}") from error
-    ours, theirs = dict(_parts(config)), dict(_parts(again))
-    for part in (*ours, *theirs):
-        mine, other = ours.get(part), theirs.get(part)
-        if mine != other:
-            raise CheckpointError(f"{name} cannot express this model: {part} is {mine!r}, and would become {other!r}")
-    return fields
-
-
-def _parts(config: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """Every number of a model by its dotted name, layer by layer, with what is left open filled in."""
-    for name, value in to_dict(config).items():
-        if name not in ("encoder", "decoder"):
-            yield from _flat(name, value)
-    for name, stack in (("encoder", config.encoder), ("decoder", config.decoder)):
-        if stack is None:
-            continue
-        yield from (
-            (f"{name}.{key}", value) for key, value in to_dict(stack).items() if key not in ("kinds", "pattern")
-        )
-        for index in range(stack.layers):
-            layer = stack.layer(index)
-            cross = None if layer.cross is None else _filled(config, layer.cross)
-            filled = replace(layer, mixer=_filled(config, layer.mixer), cross=cross)
-            yield from _flat(f"{name}.layers.{index}", to_dict(filled))
-
-
-def _filled(config: ModelConfig, mixer: Attention) -> Attention:
-    dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
-    scale = {"default": dim**-0.5, "none": 1.0}.get(str(mixer.scale), mixer.scale)
-    return replace(mixer, head_dim=dim, kv_heads=kv_heads, value_dim=mixer.value_dim or dim, scale=scale)
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, Mapping):
-        yield name, value
-        return
-    for key, part in value.items():
-        yield from _flat(f"{name}.{key}", part)

@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from kvad.checkpoint.families.common import rope, shortest
-from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
+from kvad.checkpoint.hf import Family, Fields, Rule, Way, rule, rules_under
 from kvad.config import Attention, Head, Layer, ModelConfig, Norm, Rope, Stack
 from kvad.errors import CheckpointError
 
 __all__ = [
     "LAYER",
     "QK_NORM",
+    "STACKED",
     "attention",
+    "chosen_letters",
     "family",
     "full_rope",
     "known",
@@ -45,6 +49,9 @@ LAYER = {
     "norm2": "post_attention_layernorm",
 }
 QK_NORM = {"mixer.q_norm": "self_attn.q_norm", "mixer.k_norm": "self_attn.k_norm"}
+STACKED = Way(  # one tensor of ours, along its first axis theirs
+    lambda tensors, shapes: [torch.stack(list(tensors))], lambda tensors, shapes: list(tensors[0].unbind())
+)
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 LayerRules = Callable[[str, str], Iterable[Rule]]
@@ -92,6 +99,15 @@ def letters(fields: Fields, sliding: Callable[[int], bool]) -> str:
     if _SLIDING in types and window(fields) is None:
         raise CheckpointError(f"{fields.where}: sliding_window is missing", "layer_types has layers with a window")
     return "".join("L" if kind == _SLIDING else "G" for kind in types)
+
+
+def chosen_letters(fields: Fields, sliding: Callable[[int], bool]) -> str:
+    """The same where ``use_sliding_window`` says whether there are windows at all."""
+    used = fields.flag("use_sliding_window") and window(fields) is not None
+    found = letters(fields, lambda index: used and sliding(index))
+    if "L" in found and not used:
+        raise CheckpointError(f"{fields.where}: layer_types has layers with a window, use_sliding_window is false")
+    return found
 
 
 def stack(kinds: Mapping[str, Layer], pattern: str, **rest: Any) -> Stack:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvad.checkpoint.families import encoders
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import (
     Attention,
@@ -30,6 +31,7 @@ from kvad.config import (
     Stack,
     Transform,
 )
+from kvad.model.positions import sinusoid
 
 __all__ = ["FAMILY"]
 
@@ -111,13 +113,13 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "sinusoidal_pos_embds": isinstance(config.embed.position, SinusoidalPositions),
         "tie_word_embeddings": config.tie,
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The sinusoidal positions [limit, E] as their files hold them."""
     if isinstance(config.embed.position, SinusoidalPositions):
-        yield _base(config) + _TABLE, encoders.sines(config.limit, config.width)
+        yield _base(config) + _TABLE, sinusoid(torch.arange(config.limit), config.width, config.embed.position)
 
 
 _heads = encoders.settling("vocab_transform.weight")

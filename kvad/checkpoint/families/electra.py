@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.families.common import expressed
 from kvad.checkpoint.hf import Family, Fields, Rule, rule
 from kvad.config import Classes, Head, ModelConfig, Plain, Pooled, Transform, table_width
 
@@ -57,7 +56,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     head = config.head
     if isinstance(head, Classes) and head.labels == _REPLACED and head.per == "token":
         fields = {**fields, "architectures": ["ElectraForPreTraining"], "id2label": None, "label2id": None}
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

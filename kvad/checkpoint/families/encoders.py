@@ -36,7 +36,6 @@ __all__ = [
     "pooler",
     "same_table",
     "settling",
-    "sines",
     "task",
     "task_fields",
 ]
@@ -192,14 +191,6 @@ def settling(masked: str, pooler: str | None = None) -> Callable[[ModelConfig, L
         return replace(config, head=head)
 
     return settle
-
-
-def sines(count: int, width: int) -> Tensor:
-    """[count, width] of sin, cos, sin, cos, ... of p / 10000^(2i/width), rounded once: as their files hold it."""
-    positions = torch.arange(count, dtype=torch.float64).unsqueeze(1)
-    exponents = 2 * torch.arange(width // 2, dtype=torch.float64) / width
-    angles = positions / torch.pow(torch.tensor(10000.0, dtype=torch.float64), exponents)
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1).float()
 
 
 def same_table(found: Tensor, ours: Tensor) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, Way, rule, rules_under
 from kvad.config import (
     Attention,
@@ -33,6 +33,7 @@ from kvad.config import (
     Stack,
 )
 from kvad.errors import CheckpointError
+from kvad.model.positions import sinusoid
 
 __all__ = ["Skeleton", "concat_tables", "learned"]
 
@@ -61,10 +62,8 @@ def learned(offset: int) -> Callable[[Fields, int], Positions]:
 
 
 def concat_tables(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The sinusoidal tables [limit, E] that stand in their files, computed as they are: sin(p / 10000^(2i/E))."""
-    exponent = 2 * torch.arange(config.width // 2, dtype=torch.float64) / config.width
-    angle = torch.arange(config.limit, dtype=torch.float64).unsqueeze(-1) / torch.pow(10000.0, exponent)
-    table = torch.cat((angle.sin(), angle.cos()), dim=-1).float()
+    """The sinusoidal tables [limit, E] that stand in their files."""
+    table = sinusoid(torch.arange(config.limit), config.width, SinusoidalPositions(form="concat"))
     for side in _SIDES:
         yield f"model.{side}.embed_positions.weight", table.clone()
 
@@ -166,7 +165,7 @@ class Skeleton:
             fields["pad_token_id"] = min(fields["vocab_size"], config.vocab) - 1  # their class needs one that there is
         if isinstance(config.embed.position, SinusoidalPositions) and config.embed.position.offset:
             fields["pad_token_id"] = config.embed.position.offset - 1
-        return expressed(config, fields, self.read)
+        return fields
 
     def _sides(self, encoder: Stack, decoder: Stack) -> dict[str, Any]:
         fields: dict[str, Any] = {}

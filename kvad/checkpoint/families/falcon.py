@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, rope, rope_fields, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, rope, rope_fields, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, grouped, rule, rules_under
 from kvad.config import Alibi, Attention, Layer, ModelConfig, Norm, Plain, Rope, Stack
 from kvad.errors import CheckpointError
@@ -114,7 +114,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
     if isinstance(mixer.position, Rope):
         fields |= rope_fields(mixer.position)
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

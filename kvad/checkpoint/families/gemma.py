@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, optional, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
@@ -79,7 +79,7 @@ def read(fields: Fields) -> ModelConfig:
         stack(kinds, _pattern(fields), norm_place="pre" if name == "gemma" else "sandwich"),
         tie=True,
         embed=Embedding(scale=fields.integer("hidden_size") ** 0.5),
-        head=Head(softcap=None if name == "gemma" else _optional(fields, "final_logit_softcapping")),
+        head=Head(softcap=None if name == "gemma" else optional(fields, "final_logit_softcapping")),
     )
 
 
@@ -93,10 +93,6 @@ def _activation(fields: Fields) -> Any:
     return activation
 
 
-def _optional(fields: Fields, name: str) -> float | None:
-    return fields.number(name) if name in fields else None
-
-
 def _mixers(fields: Fields) -> dict[str, Attention]:
     """G sees all, L a window."""
     bias, name = fields.flag("attention_bias"), fields.model_type
@@ -105,7 +101,7 @@ def _mixers(fields: Fields) -> dict[str, Attention]:
         return {"G": replace(whole, position=full_rope(fields))}
     whole = replace(whole, scale=fields.number("query_pre_attn_scalar") ** -0.5)
     if name == "gemma2":
-        whole = replace(whole, position=full_rope(fields), softcap=_optional(fields, "attn_logit_softcapping"))
+        whole = replace(whole, position=full_rope(fields), softcap=optional(fields, "attn_logit_softcapping"))
         return {"G": whole, "L": replace(whole, window=window(fields))}
     fields.refuse("attn_logit_softcapping", why="transformers' class ignores it")
     whole = replace(whole, qk_norm="head")
@@ -155,7 +151,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
             **layer_types(config),
         }
         out["sliding_window"] = out["sliding_window"] or config.limit  # their class needs a number
-    return expressed(config, out, read)
+    return out
 
 
 def _name(config: ModelConfig) -> str:

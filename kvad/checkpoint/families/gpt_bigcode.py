@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, grouped, rule, rules_under
 from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
 
@@ -72,7 +72,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "scale_attn_weights": layer.mixer.scale not in ("none", 1.0),
         "tie_word_embeddings": config.tie,
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, shortest, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, shortest, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
 from kvad.errors import CheckpointError
@@ -91,7 +91,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": layers[0].norm.eps,
         "tie_word_embeddings": config.tie,
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

@@ -12,7 +12,6 @@ from typing import Any
 
 from kvad.checkpoint.families.common import (
     ACTIVATIONS,
-    expressed,
     one_kind,
     rope,
     rope_fields,
@@ -87,7 +86,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie,
         **rope_fields(position, partial=True),
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

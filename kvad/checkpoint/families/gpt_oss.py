@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import expressed, rope_fields, rotary
+from kvad.checkpoint.families.common import rope_fields, rotary
 from kvad.checkpoint.families.decoders import (
     LAYER,
     attention,
@@ -126,7 +126,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **experts,
     }
     out["sliding_window"] = out["sliding_window"] or config.limit  # their class needs a number
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("gpt_oss",), read, rules, write)

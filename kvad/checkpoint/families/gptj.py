@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, one_kind, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, rotary, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import Attention, Head, Layer, ModelConfig, Norm, Plain, Rope, Stack, head_dim
 
@@ -67,7 +67,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": layer.norm.eps,
         "tie_word_embeddings": config.tie,
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     attention,
@@ -82,7 +82,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
             "attention_multiplier": _multiplier(config),
             "logits_scaling": _inverse(language_head(config).scale),
         }
-    return expressed(config, out, read)
+    return out
 
 
 def _name(config: ModelConfig) -> str:

@@ -6,15 +6,13 @@ parts them again when it writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
+    STACKED,
     attention,
     family,
     full_rope,
@@ -26,7 +24,7 @@ from kvad.checkpoint.families.decoders import (
     stack,
     window,
 )
-from kvad.checkpoint.hf import Fields, Rule, Way, rule, rules_under
+from kvad.checkpoint.hf import Fields, Rule, rule, rules_under
 from kvad.config import Experts, Layer, ModelConfig
 
 __all__ = ["FAMILY"]
@@ -52,14 +50,6 @@ def read(fields: Fields) -> ModelConfig:
     return make(fields, stack({"L": Layer(mixer, mlp, rms(fields, 1e-5))}, "L" * fields.integer("num_hidden_layers")))
 
 
-def _apart(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    return list(tensors[0].unbind())
-
-
-def _joined(tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    return [torch.stack(list(tensors))]
-
-
 def rules(config: ModelConfig) -> Iterator[Rule]:
     mlp = config.stack.layer(0).mlp
     assert isinstance(mlp, Experts)
@@ -69,7 +59,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield from rules_under(ours, theirs, {**_NAMES, "mlp.router": "block_sparse_moe.gate"})
         for mine, other in {"gate": "w1", "down": "w2", "up": "w3"}.items():
             names = tuple(f"{theirs}.block_sparse_moe.experts.{expert}.{other}.weight" for expert in range(count))
-            yield rule(f"{ours}.mlp.{mine}", names, Way(_joined, _apart))
+            yield rule(f"{ours}.mlp.{mine}", names, STACKED)
 
     return rules_of(config, layer)
 
@@ -86,7 +76,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **rope_fields(rotary(layer.mixer.position, "mixtral")),
         **experts,
     }
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("mixtral",), read, rules, write)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvad.checkpoint.families import encoders
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope, rope_fields, rotary, their_activation
 from kvad.checkpoint.hf import STACKED, Family, Fields, Rule, rule, rules_under
 from kvad.config import (
     Attention,
@@ -151,7 +151,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     if head.transform is not None:
         fields["classifier_bias"] = head.transform.bias
         fields["classifier_activation"] = their_activation(str(head.transform.activation))
-    return expressed(config, fields, read)
+    return fields
 
 
 def _types_and_ropes(types: list[str], ropes: dict[str, Rope]) -> dict[str, Any]:

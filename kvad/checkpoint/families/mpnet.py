@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import encoders, roberta
-from kvad.checkpoint.families.common import expressed
 from kvad.checkpoint.hf import Fields, Rule, rule
 from kvad.config import ModelConfig, Pooled, T5Bias
 
@@ -42,7 +41,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 def write(config: ModelConfig) -> dict[str, Any]:
     fields = {**encoders.bert_fields(config, "mpnet", "MPNet"), **roberta.offset_fields(config)}
     buckets = {"relative_attention_num_buckets": 32}
-    return expressed(config, {**fields, **buckets}, read)
+    return {**fields, **buckets}
 
 
 FAMILY = roberta.family(("mpnet",), "mpnet.", read, rules, write)

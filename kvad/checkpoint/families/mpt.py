@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import expressed, one_kind
+from kvad.checkpoint.families.common import one_kind
 from kvad.checkpoint.hf import STACKED, Family, Fields, Rule, rule, rules_under
 from kvad.config import Alibi, Attention, Embedding, Layer, ModelConfig, Norm, Plain, Stack
 
@@ -86,7 +86,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": layer.mixer.clip, "softmax_scale": scale},
         "tie_word_embeddings": config.tie,
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.families.common import expressed, rope, rope_fields, rotary
+from kvad.checkpoint.families.common import rope, rope_fields, rotary
 from kvad.checkpoint.hf import STACKED, Family, Fields, Rule, rule, rules_under
 from kvad.config import Attention, Classes, Gated, Head, Layer, ModelConfig, Plain, Pooled, Transform, head_dim
 
@@ -81,7 +81,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "head_dim": head_dim(config, mixer),
         **rope_fields(rotary(mixer.position, "nomic_bert")),
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

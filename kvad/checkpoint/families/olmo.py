@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, optional, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
@@ -42,7 +42,7 @@ def read(fields: Fields) -> ModelConfig:
         bias=bias,
         out_bias=bias,
         qk_norm="full" if second else "none",
-        clip=fields.number("clip_qkv") if "clip_qkv" in fields and not second else None,
+        clip=None if second else optional(fields, "clip_qkv"),
     )
     mlp = Gated(fields.integer("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu"))
     norm = rms(fields, 1e-5) if second else Norm("layer", 1e-5, weight=False)
@@ -62,7 +62,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **with_type(rope_fields(rotary(layer.mixer.position, name)), "factor"),
         **own,
     }
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("olmo", "olmo2"), read, rules({**LAYER, **QK_NORM, **_NORMS}), write)

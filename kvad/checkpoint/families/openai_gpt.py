@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import expressed, one_kind
+from kvad.checkpoint.families.common import one_kind
 from kvad.checkpoint.families.gpt2 import layer_rules
 from kvad.checkpoint.hf import Family, Fields, Rule, rule
 from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
@@ -56,7 +56,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "layer_norm_epsilon": layer.norm.eps,
         "tie_word_embeddings": config.tie,
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, expressed, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import (
     Attention,
@@ -87,7 +87,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "_remove_final_layer_norm": before and not config.stack.final_norm,
         "tie_word_embeddings": config.tie,
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(

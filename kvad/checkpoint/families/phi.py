@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import attention, family, known, make, sizes, stack
 from kvad.checkpoint.hf import Fields, Rule, rule, rules_under
 from kvad.config import Head, Layer, ModelConfig, Norm, Plain
@@ -59,7 +59,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "layer_norm_eps": layer.norm.eps,
         **rope_fields(rotary(layer.mixer.position, "phi"), partial=True),
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = family(("phi",), read, rules, write)

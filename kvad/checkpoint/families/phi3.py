@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     attention,
@@ -60,7 +60,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         **with_type(rope_fields(position, partial=True), "short_factor", "long_factor"),
         "original_max_position_embeddings": scaling.original if isinstance(scaling, LongRopeScaling) else config.limit,
     }
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("phi3",), read, rules, write)

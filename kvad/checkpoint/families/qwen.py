@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     QK_NORM,
     attention,
+    chosen_letters,
     family,
     full_rope,
     known,
     layer_types,
-    letters,
     make,
     rms,
     rules,
@@ -27,7 +27,6 @@ from kvad.checkpoint.families.decoders import (
 )
 from kvad.checkpoint.hf import Fields
 from kvad.config import Gated, Layer, ModelConfig, head_dim
-from kvad.errors import CheckpointError
 
 __all__ = ["FAMILY"]
 
@@ -65,11 +64,7 @@ def _activation(fields: Fields) -> Any:
 
 
 def _pattern(fields: Fields) -> str:
-    sliding = fields.flag("use_sliding_window") and window(fields) is not None
-    pattern = letters(fields, lambda index: sliding and index >= fields.integer("max_window_layers"))
-    if "L" in pattern and not sliding:
-        raise CheckpointError(f"{fields.where}: layer_types has layers with a window, use_sliding_window is false")
-    return pattern
+    return chosen_letters(fields, lambda index: index >= fields.integer("max_window_layers"))
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
@@ -88,7 +83,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
     if name == "qwen3":
         out |= {"attention_bias": layer.mixer.bias, "head_dim": head_dim(config, layer.mixer)}
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("qwen2", "qwen3"), read, rules({**LAYER, **QK_NORM}), write)

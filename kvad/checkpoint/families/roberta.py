@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.families.common import expressed
 from kvad.checkpoint.hf import Family, Fields, Rule, rule
 from kvad.config import Classes, Head, LearnedPositions, ModelConfig, Pooled, Transform
 from kvad.errors import CheckpointError
@@ -70,8 +69,7 @@ def offset_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def write(config: ModelConfig) -> dict[str, Any]:
-    fields = {**encoders.bert_fields(config, "roberta", "Roberta"), **offset_fields(config)}
-    return expressed(config, fields, read)
+    return {**encoders.bert_fields(config, "roberta", "Roberta"), **offset_fields(config)}
 
 
 def family(types: tuple[str, ...], base: str, read: Any, rules: Any, write: Any) -> Family:

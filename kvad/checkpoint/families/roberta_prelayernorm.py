@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from kvad.checkpoint.families import encoders, roberta
-from kvad.checkpoint.families.common import expressed
 from kvad.checkpoint.hf import Fields, Rule, rule
 from kvad.config import ModelConfig, Pooled
 
@@ -34,7 +33,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     fields = encoders.bert_fields(config, "roberta-prelayernorm", "RobertaPreLayerNorm")
-    return expressed(config, {**fields, **roberta.offset_fields(config)}, read)
+    return {**fields, **roberta.offset_fields(config)}
 
 
 FAMILY = roberta.family(("roberta-prelayernorm",), _BASE, read, rules, write)

@@ -14,10 +14,21 @@ import torch
 from torch import Tensor
 
 from kvad.checkpoint.families import bert, encoders
-from kvad.checkpoint.families.common import expressed
 from kvad.checkpoint.hf import Family, Fields, Rule, rule
-from kvad.config import Classes, Head, ModelConfig, Plain, Pooled, Rope, Transform, head_dim, table_width
+from kvad.config import (
+    Classes,
+    Head,
+    ModelConfig,
+    Plain,
+    Pooled,
+    Rope,
+    SinusoidalPositions,
+    Transform,
+    head_dim,
+    table_width,
+)
 from kvad.errors import CheckpointError
+from kvad.model.positions import sinusoid
 
 __all__ = ["FAMILY"]
 
@@ -84,15 +95,14 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
     if config.decoder is not None:
         fields["architectures"] = ["RoFormerForCausalLM"]
-    return expressed(config, fields, read)
+    return fields
 
 
 def table(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """[limit, D]: the sines of all angles, then their cosines."""
     dim = head_dim(config, config.stack.layer(0).mixer)
-    sines = encoders.sines(config.limit, dim)
     base = "" if isinstance(config.head, Pooled) else "roformer."
-    yield base + _TABLE, torch.cat((sines[:, 0::2], sines[:, 1::2]), dim=1)
+    yield base + _TABLE, sinusoid(torch.arange(config.limit), dim, SinusoidalPositions(form="concat"))
 
 
 _heads = encoders.settling("cls.predictions.transform.dense.weight")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     attention,
+    chosen_letters,
     family,
     full_rope,
     known,
     layer_types,
-    letters,
     make,
     rms,
     rules,
@@ -52,10 +52,7 @@ def _pattern(fields: Fields) -> str:
     rotated = fields.get("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(layers)]
     if not isinstance(rotated, list) or len(rotated) != layers:
         raise CheckpointError(f"{fields.where}: no_rope_layers {rotated!r} is not supported", f"{layers} of 0 and 1")
-    sliding = fields.flag("use_sliding_window") and window(fields) is not None
-    seen = letters(fields, lambda index: sliding and not rotated[index])
-    if "L" in seen and not sliding:
-        raise CheckpointError(f"{fields.where}: layer_types has layers with a window, use_sliding_window is false")
+    seen = chosen_letters(fields, lambda index: not rotated[index])
     return "".join(letter if rope else _NOPE[letter] for letter, rope in zip(seen, rotated, strict=True))
 
 
@@ -75,7 +72,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": types["sliding_window"] is not None,
         **types,
     }
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("smollm3",), read, rules(LAYER), write)

@@ -3,15 +3,12 @@ or both in parallel behind one norm; optionally q and k normalised per head, eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope, rope_fields, rotary, their_activation
-from kvad.checkpoint.families.decoders import LAYER, attention, family, known, make, rules_of, sizes, stack
-from kvad.checkpoint.hf import Fields, Rule, Shape, Way, rule, rules_under
+from kvad.checkpoint.families.common import ACTIVATIONS, rope, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.decoders import LAYER, STACKED, attention, family, known, make, rules_of, sizes, stack
+from kvad.checkpoint.hf import Fields, Rule, rule, rules_under
 from kvad.config import Gated, Layer, ModelConfig, Norm
 
 __all__ = ["FAMILY"]
@@ -34,17 +31,6 @@ def read(fields: Fields) -> ModelConfig:
     return make(fields, stack({"L": layer}, "L" * fields.integer("num_hidden_layers"), norm_place=place))
 
 
-def _together(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-    return [torch.stack(list(tensors))]
-
-
-def _apart(tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-    return list(tensors[0].unbind())
-
-
-_BY_HEAD = Way(_together, _apart)  # ours [heads, D], theirs one [D] for each head
-
-
 def rules(config: ModelConfig) -> Iterator[Rule]:
     mixer = config.stack.layer(0).mixer
 
@@ -52,7 +38,7 @@ def rules(config: ModelConfig) -> Iterator[Rule]:
         yield from rules_under(ours, theirs, LAYER)
         for part, heads in (("q", mixer.heads), ("k", mixer.kv_heads or mixer.heads)):
             norms = tuple(f"{theirs}.self_attn.{part}_layernorm.norms.{head}" for head in range(heads))
-            yield rule(f"{ours}.mixer.{part}_norm", norms, _BY_HEAD)
+            yield rule(f"{ours}.mixer.{part}_norm", norms, STACKED)
 
     return rules_of(config, layer)
 
@@ -68,7 +54,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "use_parallel_residual": config.stack.norm_place == "parallel",
         **rope_fields(rotary(layer.mixer.position, "stablelm"), partial=True),
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = family(("stablelm",), read, rules, write)

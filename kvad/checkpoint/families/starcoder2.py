@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import (
     LAYER,
     attention,
@@ -46,7 +46,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": layer.mixer.window,
         **rope_fields(rotary(layer.mixer.position, "starcoder2")),
     }
-    return expressed(config, out, read)
+    return out
 
 
 FAMILY = family(("starcoder2",), read, rules(_NAMES), write)

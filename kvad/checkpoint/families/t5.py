@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, cannot_express, expressed, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, cannot_express, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import (
     Attention,
@@ -153,7 +153,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         cannot_express(name, a_tied_head_that_is_not_scaled=name == "umt5" and config.tie and not scaled)
         fields |= {"tie_word_embeddings": config.tie, "scale_decoder_outputs": scaled}
         fields["num_decoder_layers"] = config.decoder.layers
-    return expressed(config, fields, read)
+    return fields
 
 
 def _mlp_fields(activation: str, gated: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, expressed, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, optional, rope_fields, rotary, their_activation
 from kvad.checkpoint.families.decoders import attention, full_rope, known, letters, rms, stack, window
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import Attention, Embedding, Gated, Head, Layer, ModelConfig, Source, Stack, head_dim, source_width
@@ -67,13 +67,9 @@ def read(fields: Fields) -> ModelConfig:
             encoder.integer("vocab_size"),
             None if encoder_width == width else encoder_width,
         ),
-        head=Head(softcap=_optional(decoder, "final_logit_softcapping")),
+        head=Head(softcap=optional(decoder, "final_logit_softcapping")),
         tie=fields.flag("tie_word_embeddings", True),
     )
-
-
-def _optional(fields: Fields, name: str) -> float | None:
-    return fields.number(name) if name in fields else None
 
 
 def _stack(fields: Fields, *, causal: bool) -> Stack:
@@ -85,7 +81,7 @@ def _stack(fields: Fields, *, causal: bool) -> Stack:
         causal=causal,
         bias=bias,
         out_bias=bias,
-        softcap=_optional(fields, "attn_logit_softcapping"),
+        softcap=optional(fields, "attn_logit_softcapping"),
         scale=fields.number("query_pre_attn_scalar") ** -0.5,
     )
     cross = replace(whole, position=None, causal=False) if causal else None
@@ -126,7 +122,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "encoder": {**encoder, "is_decoder": False},
         "decoder": {**decoder, "is_decoder": True},
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 def _side(config: ModelConfig, side: Stack) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, expressed, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, FAIRSEQ_LAYER, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import Attention, Embedding, Layer, ModelConfig, Norm, Plain, SinusoidalPositions, Stack
 
@@ -54,7 +54,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "scale_embedding": config.embed.scale != 1.0,
         "tie_word_embeddings": config.tie,
     }
-    return expressed(config, fields, read)
+    return fields
 
 
 FAMILY = Family(
