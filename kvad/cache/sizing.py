@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DESCENT = 64  # tokens between two descents, where keys are packed by channel
 MOST_ROWS = 4096  # fit asks no further
 POSITION_BYTES = 8  # the one column of every slot: its position, int64, once per group
 
@@ -67,9 +68,9 @@ class CacheConfig:
     policy: str = "full"  # what stays of a row: policy.py
     endless: bool = False  # rows go on past the model's limit: no layer may keep everything
     rotate: Literal["write", "read"] = "write"  # when RoPE turns a key: as it is stored, or each time it is read
+    residual: int = 128  # latest tokens in full precision before keys by channel; no-op for other formats
 
     def __post_init__(self) -> None:
-        parse_policy(self.policy)
         if self.rotate not in ("write", "read"):
             raise ConfigError(f"cache.rotate: {self.rotate!r}", nearest(self.rotate, ("write", "read")))
         if self.layout not in ("paged", "contiguous"):
@@ -81,11 +82,22 @@ class CacheConfig:
             _at_least(1, "blocks", self.blocks)
         if self.blocks is not None and self.layout == "contiguous":
             raise ConfigError("cache.blocks: a contiguous cache has one block per row", "set cache.rows")
+        _at_least(1, "residual", self.residual)
+        self.kept  # noqa: B018  a name that is none is said now
 
     @cached_property
     def kept(self) -> Policy:
-        """The policy itself."""
-        return Full() if self.policy == "full" else parse_policy(self.policy)
+        """The policy itself.  Keys by channel are encoded in whole blocks: everything stays, the latest unpacked."""
+        policy = Full() if self.policy == "full" else parse_policy(self.policy)
+        if self.keys is None or not find_format(self.keys, "cache.keys").sealed:
+            return policy
+        if policy != Full():
+            raise ConfigError(
+                f"cache.keys: {self.keys} packs whole blocks once, and {policy} takes tokens out of them",
+                f"cache.keys={self.keys.partition('-')[0]!r} has a scale per token",
+            )
+        recent, every = (_ceil(n, self.block_size) * self.block_size for n in (self.residual, DESCENT))
+        return Hierarchy(recent, keys=self.keys, values=self.values or self.dtype, every=every)
 
     def narrowed(self, mixers: Sequence[MixerSpec]) -> tuple[MixerSpec, ...]:
         """A model's layers as this cache lets them see: what an uncached judge of it has to see, too."""
@@ -102,21 +114,20 @@ class CacheConfig:
                     f"{key}: {asked.name} is for keys: values differ from token to token, not by channel",
                     f"cache.values={asked.name.partition('-')[0]!r}",
                 )
-            if asked.sealed:  # until a row has a window of full precision before its packed blocks
-                raise ConfigError(
-                    f"{key}: {asked.name} packs whole blocks, which comes with levels of precision",
-                    f"{asked.name.partition('-')[0]!r} has a scale per token",
-                )
+            if asked.sealed and self.layout == "contiguous":
+                raise ConfigError(f"{key}: {asked.name} packs whole blocks", "take cache.layout='paged'")
 
     @property
     def formats(self) -> tuple[str, str]:
-        """Of keys, of values."""
+        """Of keys, of values, as new tokens are stored."""
+        if self.keys is not None and find_format(self.keys, "cache.keys").sealed:
+            return self.dtype, self.dtype
         return self.keys or self.dtype, self.values or self.dtype
 
     @property
     def stored(self) -> str:
-        """Both by one name: "int8", or "int8/int4"."""
-        return joined(*self.formats)
+        """Both as they were asked for, by one name: "int8", or "int8/int4"."""
+        return joined(self.keys or self.dtype, self.values or self.dtype)
 
 
 def _at_least(least: int, name: str, value: object) -> None:

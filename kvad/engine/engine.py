@@ -265,7 +265,8 @@ class Engine:
         """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
         wanted = len(tokens) + (self._limit if sampling.max_tokens is None else sampling.max_tokens)
         regime = self.runner.regime(min(self._limit, wanted, self.model.config.limit))
-        name = f"{salt}\0{self.cache.stored}\0{regime}\0{'' if source is None else list(source)}"
+        kept = f"{self.cache.kept}\0{self.cache.endless}\0{self.cache.rotate}"
+        name = f"{salt}\0{self.cache.stored}\0{kept}\0{regime}\0{'' if source is None else list(source)}"
         return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
     def _pieces(self, events: Sequence[Event]) -> list[Piece]:
