@@ -275,6 +275,7 @@ RANKED = (
     "hierarchy(8, packed=16, every=8, summaries=8, ratio=4)",
     "hierarchy(8, packed=0, every=8, summaries=8, ratio=2, sinks=4)",
     "0: full; hierarchy(8, packed=8, every=4, summaries=4, ratio=2)",
+    "quest(12)",
 )
 LOSSY = {
     "layout": ("paged", "contiguous"),
@@ -289,7 +290,9 @@ LOSSY = {
 
 
 def possible(case: Case) -> bool:
-    return not (case["layout"] == "contiguous" and "hierarchy" in case["policy"])
+    if "quest" in case["policy"] and case["rotate"] == "read":
+        return False
+    return not (case["layout"] == "contiguous" and ("hierarchy" in case["policy"] or "quest" in case["policy"]))
 
 
 def company(case: Case) -> float:

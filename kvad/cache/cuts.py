@@ -19,7 +19,7 @@ from kvad.cache.sizing import Group
 from kvad.cache.store import Store
 from kvad.step import Compact
 
-__all__ = ["HeadColumns", "count_queries", "cut_layer", "order_of"]
+__all__ = ["HeadColumns", "count_queries", "cut_layer", "order_of", "rounded"]
 
 
 class HeadColumns:
@@ -89,13 +89,14 @@ def order_of(policy: Scored, seen: Seen, kept: int, bits: int = 12) -> Tensor:
     Ranks are compared by their first ``bits`` bits, and of equals the older stays: else the order in which a step adds
     up its sums would choose between equal tokens, and with it the neighbours.
     """
-    ranks = _rounded(policy.rank(seen).double(), bits)
+    ranks = rounded(policy.rank(seen).double(), bits)
     always = (seen.positions >= seen.now - policy.recent) | (seen.positions < policy.sinks)
     ranks = ranks.masked_fill(always, torch.inf)
     return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :kept].sort(dim=-1).values
 
 
-def _rounded(x: Tensor, bits: int) -> Tensor:
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """To so many bits behind the first."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 2.0**bits).round(), exponent - bits)
 

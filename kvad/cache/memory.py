@@ -24,6 +24,7 @@ from torch import Tensor
 from kvad.cache.cuts import HeadColumns, count_queries, cut_layer
 from kvad.cache.layout import Table, read_column, split
 from kvad.cache.levels import Compressor, fold_layer, fold_positions, means, pack_layer
+from kvad.cache.quest import Bounds, ChosenReading
 from kvad.cache.sizing import Group
 from kvad.cache.store import Store
 from kvad.errors import CacheError
@@ -80,11 +81,13 @@ class Memory:
         self.compressors: dict[int, Compressor] = {}  # by layer; summaries are means where there is none
         ranked = [(layer, group) for group in self.groups if group.scored is not None for layer in group.layers]
         self.columns = {layer: HeadColumns(group, device) for layer, group in ranked}
+        choosing = [(layer, group) for group in self.groups if group.chooses is not None for layer in group.layers]
+        self.bounds = {layer: Bounds(group, self.keys[layer], device) for layer, group in choosing}
         self.parked: dict[int, list[Tensor]] = {}  # on the host, by key
 
     def leaves(self) -> list[Tensor]:
         """Every tensor of the cache, flat: keys and values by layer, what heads keep by layer, positions by group."""
-        stores: list[Store | HeadColumns] = [*self._stores(), *self.columns.values()]
+        stores: list[Store | HeadColumns | Bounds] = [*self._stores(), *self.columns.values(), *self.bounds.values()]
         return [*(array for store in stores for array in store.arrays), *self.positions]
 
     def payload_bytes(self) -> int:
@@ -94,7 +97,8 @@ class Memory:
         return sum(store.nbytes for store in self._stores()) - self.payload_bytes()
 
     def column_bytes(self) -> int:
-        return sum(each.nbytes for each in self.positions) + sum(each.nbytes for each in self.columns.values())
+        every: list[Tensor | HeadColumns | Bounds] = [*self.positions, *self.columns.values(), *self.bounds.values()]
+        return sum(each.nbytes for each in every)
 
     def _stores(self) -> Iterator[Store]:
         for side in (0, 1):
@@ -103,7 +107,7 @@ class Memory:
     def release(self) -> None:
         """Give every store back.  The memory cannot be opened afterwards."""
         self.keys, self.values, self.positions, self.groups = [], [], [], ()
-        self.columns, self.parked, self.stores = {}, {}, []
+        self.columns, self.bounds, self.parked, self.stores = {}, {}, {}, []
 
     def apply(self, moves: Moves) -> None:
         """Edits between two steps, in the order that :class:`Moves` names."""
@@ -138,13 +142,13 @@ class Memory:
             ids = torch.tensor(held, dtype=torch.int64, device=positions.device)
             yield positions, ids
             for layer, pair in stores.items():
-                every: tuple[Store | HeadColumns, ...] = pair
+                every: tuple[Store | HeadColumns | Bounds, ...] = pair
                 if group.level is None:
                     every = (*pair, *self._columns(layer))
                 yield from ((array, ids) for store in every for array in store.arrays)
 
-    def _columns(self, layer: int) -> tuple[HeadColumns, ...]:
-        return (self.columns[layer],) if layer in self.columns else ()
+    def _columns(self, layer: int) -> list[HeadColumns | Bounds]:
+        return [kept[layer] for kept in (self.columns, self.bounds) if layer in kept]
 
     def _pack(self, number: int, pairs: Sequence[tuple[int, int]]) -> None:
         level, positions = self.groups[number].level, self.positions[number]
@@ -208,8 +212,8 @@ class Memory:
                 continue
             shared = _Shared(self, number, step, place, angles)
             for layer in group.layers:
-                for columns in self._columns(layer):
-                    columns.write(shared.written.blocks, shared.written.offsets, step.positions)
+                if layer in self.columns:
+                    self.columns[layer].write(shared.written.blocks, shared.written.offsets, step.positions)
                 views[layer] = _MemoryView(shared, layer, self.keys[layer], self.values[layer])
         return [view for view in views if view is not None]
 
@@ -234,7 +238,8 @@ class _Reads:
         reach = Reach.of(group.mixer)
         self.turning, self.exact = memory.rotates_on_read, memory.exact
         self.tables, self.readings = [], []
-        self.columns, policy = memory.columns, group.scored
+        self.columns, self.bounds, policy = memory.columns, memory.bounds, group.scored
+        self.positions = memory.positions[number]
         self.counts: list[Tensor | None] = []
         self.lower = [_Lower(memory, other, step) for other in _levels_below(memory.groups, number) if step.lanes]
         for lane, (low, high), blocks in zip(self.lanes, self.spans, place.tables, strict=True):
@@ -251,6 +256,12 @@ class _Reads:
         for number, lane in enumerate(self.lanes):
             low, high = self.spans[number]
             queries, at, table = q[low:high].unflatten(0, (lane.rows, lane.new)), slice(low, high), self.tables[number]
+            bounds = self.bounds.get(layer)
+            if bounds is not None and not bounds.few(table):
+                part = self._chosen(bounds, queries, self.readings[number], table, keys, values)
+                seen = observe(layer, number, (part,), score, self.kernel, self.probe, at)
+                outs.append(seen.out.flatten(0, 1))
+                continue
             k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
             reading, count = self.readings[number], self.counts[number]
             turning = self.turning and score.rotary is not None
@@ -267,6 +278,16 @@ class _Reads:
                 columns.add(table, seen.mass[0])
             outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
+
+    def _chosen(self, bounds: Bounds, q: Tensor, reading: Reading, table: Table, keys: Store, values: Store) -> Part:
+        """What the queries choose to read: one query of a row gathers it, of several each has a mask."""
+        chosen = bounds.choose(q, reading.queries.position, table)
+        if q.shape[1] > 1:
+            made = ChosenReading(reading.queries, reading.keys, reading.reach, chosen, table.block_size)
+            return Part(q, keys.read(table, q.dtype), values.read(table, q.dtype), made)
+        blocks = bounds.gathered(chosen, table)
+        few = Reading(reading.queries, Mark(self.positions[blocks].flatten(2)), reading.reach)
+        return Part(q, keys.lines(blocks, q.dtype), values.lines(blocks, q.dtype), few)
 
 
 class _Lower:
@@ -326,6 +347,8 @@ class _MemoryView:
             k = k if shared.read.turning else shared.angles.rotate(k, score.rotary)
         self._keys.write(written.blocks, written.offsets, k)
         self._values.write(written.blocks, written.offsets, v)
+        if self._layer in shared.read.bounds:
+            shared.read.bounds[self._layer].wrote(written.blocks, written.offsets)
         return shared.read.attend(self._layer, q, self._keys, self._values, score)
 
     def write(self, k: Tensor, v: Tensor) -> None:

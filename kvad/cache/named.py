@@ -11,6 +11,7 @@
 ``norm(b)``                     those whose keys are shortest (Devoto et al. 2024)
 ``random(b)``                   any: the baseline
 ``hierarchy(r)``                the latest r as they are, older ones packed, the oldest as summaries
+``quest(b)``                    everything stays; a query reads the b tokens that may matter most (Tang et al. 2024)
 ``package.module:Class(...)``   a policy of one's own
 ==============================  =======================================================================================
 
@@ -26,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvad.cache.policy import MANY, Full, Hierarchy, Policy, Scored, Sinks, Truncate, Window
+from kvad.cache.policy import MANY, Full, Hierarchy, Policy, Quest, Scored, Sinks, Truncate, Window
 from kvad.cache.ranks import TOVA, HeavyHitters, KeyNorm, Random, SnapKV
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
@@ -66,6 +67,13 @@ class Compose(Policy):
             raise ConfigError(
                 f"cache.policy: {self}: a hierarchy decides alone", "protect tokens by its sinks= and recent="
             )
+        return made[0] if made else None
+
+    @property
+    def chooses(self) -> Quest | None:
+        made = [policy.chooses for policy in self.policies if policy.chooses is not None]
+        if made and any(policy not in (made[0], Full()) for policy in self.policies):
+            raise ConfigError(f"cache.policy: {self}: quest reads what is kept, and chooses among all of it")
         return made[0] if made else None
 
     @property
@@ -195,5 +203,6 @@ def _number(text: str, where: str) -> int | float | str:
 
 
 POLICIES: dict[str, Callable[..., Policy]] = {
-    made.name: made for made in (Full, Window, Sinks, Truncate, HeavyHitters, SnapKV, TOVA, KeyNorm, Random, Hierarchy)
+    made.name: made
+    for made in (Full, Window, Sinks, Truncate, HeavyHitters, SnapKV, TOVA, KeyNorm, Random, Hierarchy, Quest)
 }

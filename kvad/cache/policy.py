@@ -11,6 +11,7 @@ three kinds.  What they are called, and how they are put together, is ``named.py
   chunk, so that chunks do not matter either; in between it holds up to ``budget + every`` tokens.  What is dropped is
   gone: lossy by design.
 * By *levels* (:class:`Hierarchy`): older tokens are packed, the oldest are summarised.
+* By *choice* (:class:`Quest`): everything stays, and each query reads what may matter to it.
 
 Standard library only: sizing and planning read it.
 """
@@ -28,7 +29,20 @@ from kvad.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ALWAYS", "MANY", "Full", "Hierarchy", "Policy", "Scored", "Seen", "Sinks", "Truncate", "Window", "at_least"]
+__all__ = [
+    "ALWAYS",
+    "MANY",
+    "Full",
+    "Hierarchy",
+    "Policy",
+    "Quest",
+    "Scored",
+    "Seen",
+    "Sinks",
+    "Truncate",
+    "Window",
+    "at_least",
+]
 
 MANY = 1 << 40
 ALWAYS = 1 << 40  # Scored.watch: every query counts
@@ -58,6 +72,11 @@ class Policy:
     @property
     def levels(self) -> Hierarchy | None:
         """The policy that keeps older tokens in other forms, where this is one."""
+        return None
+
+    @property
+    def chooses(self) -> Quest | None:
+        """The policy under which a query reads some blocks only, where this is one."""
         return None
 
     def __str__(self) -> str:
@@ -243,6 +262,23 @@ class Hierarchy(Policy):
     def cut_after(self, length: int) -> int:
         """The first length above ``length`` at which the row descends."""
         return (length // self.every + 1) * self.every
+
+
+@dataclass(frozen=True)
+class Quest(Policy):
+    """Everything stays; a query reads its own block and those whose keys may match it best, ``budget`` tokens in whole
+    blocks (Tang et al. 2024, sec. 3)."""
+
+    name: ClassVar[str] = "quest"
+
+    budget: int
+
+    def __post_init__(self) -> None:
+        at_least(1, "quest", "budget", self.budget)
+
+    @property
+    def chooses(self) -> Quest | None:
+        return self
 
 
 def at_least(least: int, policy: str, name: str, value: object) -> None:

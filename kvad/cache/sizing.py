@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 from kvad.cache.formats import Format, find_format, joined
 from kvad.cache.named import narrowed, parse_policy
-from kvad.cache.policy import Full, Hierarchy, Policy, Scored
+from kvad.cache.policy import Full, Hierarchy, Policy, Quest, Scored
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
 from kvad.step import RESERVED_BLOCKS
@@ -137,6 +137,9 @@ def _at_least(least: int, name: str, value: object) -> None:
         raise ConfigError(f"cache.{name}: must be at least {least}, found {value}")
 
 
+Ranked = Scored | Hierarchy | Quest
+
+
 class Level(NamedTuple):
     """A group that no new token is written to: it takes whole blocks from the group ``above``; ``of`` is the one that
     takes tokens (indices of groups).  ``most``: blocks of a row that has just descended; ``ratio`` > 1: tokens of a
@@ -159,6 +162,7 @@ class Group(NamedTuple):
     scored: Scored | None = None  # the policy that ranks what these layers hold
     levels: Hierarchy | None = None  # the policy that moves older tokens to the groups whose level lies below this one
     level: Level | None = None
+    chooses: Quest | None = None  # the policy under which a query reads some blocks only
     keys: str = "float32"  # formats, by name
     values: str = "float32"
 
@@ -203,7 +207,7 @@ class Fit(NamedTuple):
 
 def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...]:
     """Cache groups in the order of their first layer.  ConfigError for layers that cannot be cached, or not so."""
-    layers: dict[tuple[MixerSpec, Scored | Hierarchy | None], list[int]] = {}
+    layers: dict[tuple[MixerSpec, Ranked | None], list[int]] = {}
     for index, mixer in enumerate(config.narrowed(mixers)):
         if not mixer.causal and not mixer.cross:
             raise ConfigError(
@@ -214,7 +218,8 @@ def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...
             hint = f"take a policy that drops old ones: sinks(4, {max(1, config.capacity - 4)})"
             raise ConfigError(f"cache.endless: layer {index} keeps all tokens of a row", hint)
         policy = config.kept.at(index)
-        ranked = None if mixer.cross or mixer.window is not None else policy.scored or policy.levels
+        free = not mixer.cross and mixer.window is None
+        ranked = policy.scored or policy.levels or policy.chooses if free else None
         layers.setdefault((mixer, ranked), []).append(index)
     if config.blocks is not None and layers and all(_bounded(*each) for each in layers):
         raise ConfigError(
@@ -299,12 +304,15 @@ def _check_widths(group: Group) -> None:
             )
 
 
-def _bounded(mixer: MixerSpec, ranked: Scored | Hierarchy | None) -> bool:
-    return mixer.window is not None or isinstance(ranked, Scored) or (ranked is not None and ranked.packed != -1)
+def _bounded(mixer: MixerSpec, ranked: Ranked | None) -> bool:
+    packed = isinstance(ranked, Hierarchy) and ranked.packed != -1
+    return mixer.window is not None or isinstance(ranked, Scored) or packed
 
 
-def _group(mixer: MixerSpec, ranked: Scored | Hierarchy | None, layers: tuple[int, ...], config: CacheConfig) -> Group:
+def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], config: CacheConfig) -> Group:
     scored = ranked if isinstance(ranked, Scored) else None
+    if isinstance(ranked, Quest):
+        _check_quest(ranked, config)
     if mixer.cross:
         return _cross_group(mixer, layers, config)
     slots = config.capacity
@@ -331,7 +339,18 @@ def _group(mixer: MixerSpec, ranked: Scored | Hierarchy | None, layers: tuple[in
         usable = config.rows * per_row
         return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, levels=ranked)
     usable = config.rows * whole if config.blocks is None else config.blocks
-    return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, whole)
+    chooses = ranked if isinstance(ranked, Quest) else None
+    return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, whole, chooses=chooses)
+
+
+def _check_quest(policy: Quest, config: CacheConfig) -> None:
+    if config.layout == "contiguous":
+        raise ConfigError(f"cache.policy: {policy}: a row of one block has none to choose", "take cache.layout='paged'")
+    if config.rotate == "read":
+        raise ConfigError(
+            f"cache.policy: {policy}: bounds are of keys as queries see them, and these lie unrotated",
+            "take cache.rotate='write'",
+        )
 
 
 def _cross_group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig) -> Group:
@@ -346,7 +365,7 @@ def _cross_group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig)
 
 def group_bytes(group: Group) -> GroupBytes:
     """``blocks * layers * K`` times what a block takes of every array of its formats; columns: one int64 position per
-    slot, and where a policy ranks those of each head.
+    slot, and where a policy ranks or chooses those of each head.
 
     float32, D = Dv = 64, K = 1, one layer: 512 bytes of payload per token;  int8: 128, and 8 of scales.
     """
@@ -356,16 +375,21 @@ def group_bytes(group: Group) -> GroupBytes:
         for array in form.arrays(dim):
             taken = lines * array.nbytes * (size if array.grain == "slot" else 1)
             payload, scales = (payload + taken, scales) if array.name == "data" else (payload, scales + taken)
-    columns = size * (POSITION_BYTES + (lines * _head_column_bytes(group)))
+    columns = size * (POSITION_BYTES + lines * _head_column_bytes(group)) + lines * _bound_bytes(group)
     return GroupBytes(
         group.blocks * payload,
         group.blocks * scales,
         group.blocks * columns,
         payload // size,
         _ceil(scales, size),
-        columns // size,
+        _ceil(columns, size),
         group.blocks_per_row * (payload + scales + columns),
     )
+
+
+def _bound_bytes(group: Group) -> int:
+    """Per block, layer and head, where queries choose: the smallest and the largest key of each channel."""
+    return 0 if group.chooses is None else 2 * group.mixer.head_dim * (8 if group.keys == "float64" else 4)
 
 
 def _head_column_bytes(group: Group) -> int:

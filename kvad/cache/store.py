@@ -67,6 +67,14 @@ class Store:
         for piece in table.pieces(slots):
             yield self.read(piece, dtype)
 
+    def lines(self, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+        """Blocks of each head's own, [R, K, n] -> [R, K, n * block_size, D]; per-token formats only."""
+        assert not self.format.sealed, "a format by channel is read by tables"
+        rows, heads, _ = blocks.shape
+        at = (blocks * heads + torch.arange(heads, device=blocks.device).view(1, -1, 1)).flatten()
+        raw = [array.flatten(0, 1).index_select(0, at).view(rows, heads, -1, array.shape[-1]) for array in self.arrays]
+        return self._decode(raw, dtype)
+
     def at(self, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         """The numbers in slots ``offsets`` [n] of ``blocks`` [n]: [n, K, D]."""
         raw = [
