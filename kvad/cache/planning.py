@@ -22,7 +22,7 @@ from kvad.cache.available import available_bytes
 from kvad.cache.peak import peak
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
 from kvad.cache.weights import lookup_bytes, weight_bytes, weight_shapes
-from kvad.config import Experts, ModelConfig, OwnPositions, mixers
+from kvad.config import DynamicScaling, Experts, LongRopeScaling, ModelConfig, OwnPositions, Rope, mixers
 from kvad.errors import ConfigError, MemoryPlanError, nearest
 from kvad.step import RESERVED_BLOCKS
 
@@ -125,12 +125,24 @@ class MemoryPlan:
 
 
 def check_policy(config: ModelConfig, cache: CacheConfig) -> None:
-    """ConfigError where a row cannot go on for ever: it says which encoding forbids it, and what fits.
+    """ConfigError where the model's positions do not allow what is asked: it says which, and what fits.
 
-    Positions that are added to the embeddings are baked into keys and values, and nothing can number them anew; a
-    rotation and a bias are made of distances, which a window bounds (DESIGN: positions under eviction).
+    Endless rows: positions that are added to the embeddings are baked into keys and values, and nothing can number them
+    anew; a rotation and a bias are made of distances, which a window bounds.  Summaries: their keys are turned back and
+    forth, which needs frequencies that all rows share.
     """
-    if not cache.endless or config.decoder is None:
+    if config.decoder is None:
+        return
+    positions = [kind.mixer.position for kind in config.decoder.kinds.values()]
+    levels = [cache.kept.at(layer).levels for layer in range(config.decoder.layers)]
+    if cache.rotate == "write" and any(level is not None and level.summaries for level in levels):
+        for position in positions:
+            if isinstance(position, Rope) and isinstance(position.scaling, DynamicScaling | LongRopeScaling):
+                raise ConfigError(
+                    f"summaries: {position.scaling.kind} frequencies differ by row, and keys lie turned by them",
+                    "store keys unrotated: cache.rotate='read'",
+                )
+    if not cache.endless:
         return
     added = config.embed.position
     if added is not None:
@@ -146,8 +158,7 @@ def check_policy(config: ModelConfig, cache: CacheConfig) -> None:
                 f"endless: {mixer.sinks + mixer.window} tokens kept, the model knows distances up to {config.limit}",
                 f"keep at most {config.limit}",
             )
-    for kind in config.decoder.kinds.values():
-        own = kind.mixer.position
+    for own in positions:
         if isinstance(own, OwnPositions) and any(mixer.renumber for mixer in cache.narrowed(mixers(config))):
             raise ConfigError(
                 f"endless: {own.name} says nothing of positions that are numbered anew", "take window(n), without sinks"

@@ -89,6 +89,7 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.device = model.table.device
+        check_policy(model.config, cache)
         placed = groups(mixers(model.config), cache)
         self.memory = Memory(
             placed,
@@ -99,7 +100,6 @@ class Engine:
             probe=probe,
         )
         self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows)
-        check_policy(model.config, cache)
         limit = ENDLESS if cache.endless else min(model.config.limit, cache.capacity)
         self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=cache.chunk, limit=limit)
         self.runner = Runner(model, self.memory)
