@@ -25,11 +25,26 @@ if TYPE_CHECKING:
     from kvad.engine.scheduler import Usage
     from kvad.llm import LLM
 
-__all__ = ["GroupUse", "Interrupt", "Meter", "RunStats", "cache_lines", "cache_options", "group_use", "open_llm"]
+__all__ = [
+    "GroupUse",
+    "Interrupt",
+    "Meter",
+    "RunStats",
+    "cache_lines",
+    "cache_options",
+    "deterministic_option",
+    "group_use",
+    "open_llm",
+]
 __all__ += ["read_stdin", "stats_lines"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+deterministic_option = click.option(
+    "--deterministic", is_flag=True, help="The same bits alone and in any batch, on this machine (CPU; slower)."
+)
 
 
 def cache_options(command: Command) -> Command:
@@ -39,6 +54,7 @@ def cache_options(command: Command) -> Command:
         click.option("--cache-dtype", type=click.Choice(DTYPES), help="[default: the model's]"),
         click.option("--block-size", type=int, help="Slots of a block [default: 16]."),
         click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
+        deterministic_option,
     ]
     for option in reversed(options):
         command = option(command)
@@ -59,7 +75,7 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "capacity": options["context"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
-    return LLM.load(model, cache_dtype=options["cache_dtype"], **fields)
+    return LLM.load(model, cache_dtype=options["cache_dtype"], deterministic=options["deterministic"], **fields)
 
 
 def read_stdin() -> str:

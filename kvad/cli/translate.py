@@ -113,7 +113,12 @@ def _load(opened: Opened, sampling: Mapping[str, Any], options: Mapping[str, Any
         raise UsageError(f"--rows {options['rows']}: a line's {each} beams or samples take a row each", f"give {each}")
     rows = _rows(opened, each, options, capacity) if options["rows"] is None else options["rows"]
     return LLM.load(
-        opened.path, dtype=options["dtype"], cache_dtype=options["cache_dtype"], rows=rows, capacity=capacity
+        opened.path,
+        dtype=options["dtype"],
+        cache_dtype=options["cache_dtype"],
+        rows=rows,
+        capacity=capacity,
+        deterministic=options["deterministic"],
     )
 
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvad.ops.attend import Kernel, Reading, attend
+from kvad.ops.aligned import attend_aligned
+from kvad.ops.attend import Attended, Kernel, Reading, attend
+from kvad.ops.invariant import Tiles
 from kvad.step import Lane, Score
 
 __all__ = ["Probe", "Seen", "fold", "lane_spans", "observe"]
@@ -64,7 +66,11 @@ def observe(
     probe: Probe | None,
 ) -> Tensor:
     """Attend in one lane -> flat [R * L, H, Dv], and show a probe what was seen."""
-    done = attend(q, k, v, reading, score, kernel=kernel, want=probe is not None)
+    if isinstance(kernel, Tiles):
+        out = attend_aligned(q, k, v, reading, score, kernel)
+        done = Attended(out) if probe is None else attend(q, k, v, reading, score, want=True)._replace(out=out)
+    else:
+        done = attend(q, k, v, reading, score, kernel=kernel, want=probe is not None)
     if probe is not None:
         assert done.scores is not None and done.weights is not None
         probe(Seen(layer, lane, q, k, v, reading.keys.position, done.scores, done.weights, done.out))
