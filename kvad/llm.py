@@ -60,12 +60,15 @@ class LLM:
         *,
         generation: Generation | None = None,
         budget: int = 2048,
+        deterministic: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.cache = model.eval(), tokenizer, cache
         self.generation = Generation() if generation is None else generation
         self.texts = Texts(model.config, tokenizer, self.generation)
         ends = frozenset(self.generation.stops)
-        self.engine = Engine(self.model, cache, tokenizer=tokenizer, budget=budget, stop_tokens=ends)
+        self.engine = Engine(
+            self.model, cache, tokenizer=tokenizer, budget=budget, deterministic=deterministic, stop_tokens=ends
+        )
         self._desk = Desk(self.engine)
 
     @staticmethod
@@ -79,6 +82,7 @@ class LLM:
         cache_keys: str | torch.dtype | None = None,
         cache_values: str | torch.dtype | None = None,
         revision: str | None = None,
+        deterministic: bool = False,
         **cache: Any,
     ) -> LLM:
         """Load a checkpoint: kvad's folder or run, a Hugging Face folder, or a name on the hub (``revision``: of it).
@@ -86,9 +90,12 @@ class LLM:
         ``dtype``: what the model computes in (default: what the checkpoint stores).  ``memory``: the cache's
         configuration; or its fields as keywords (``rows=4, capacity=2048, layout="contiguous"``), what it stores as
         ``cache_dtype`` (default: the model's dtype), or as ``cache_keys`` and ``cache_values``, each one of
-        kvad/cache/formats.py.  Dtypes go by name or as torch's own.  Raises CheckpointError for a
-        folder that is not a whole checkpoint, UsageError for a device that is not there, ConfigError for a dtype or a
-        cache that cannot be, MemoryPlanError (before it is allocated) for one that would not fit.
+        kvad/cache/formats.py.  Dtypes go by name or as torch's own.  ``deterministic``: what a request gets is the
+        same, bit for bit, alone and in any batch (CPU only, and slower: docs/performance.md).
+
+        Raises CheckpointError for a folder that is not a whole checkpoint, UsageError for a device that is not there,
+        ConfigError for a dtype or a cache that cannot be, or a machine on which ``deterministic`` does not hold,
+        MemoryPlanError (before it is allocated) for a cache that would not fit.
         """
         dtype, cache_dtype = _dtype_name("dtype", dtype), _dtype_name("cache.dtype", cache_dtype, FORMATS)
         for side, asked in (("keys", cache_keys), ("values", cache_values)):
@@ -107,7 +114,7 @@ class LLM:
         for name in opened.generation.unheard:
             warnings.warn(f"{opened.path}: generation_config.json: {name} is not applied", stacklevel=2)
         model = model_of(opened, dtype, where)
-        return LLM(model, opened.tokenizer, config, generation=opened.generation)
+        return LLM(model, opened.tokenizer, config, generation=opened.generation, deterministic=deterministic)
 
     # ------------------------------------------------------------ text out
 
@@ -224,7 +231,7 @@ class LLM:
             if source is None:
                 raise RequestError("source=: this model answers a source", "give the text to translate")
             step = step._replace(source=self._step(self.texts.source(source)))
-        hidden = self.model(step, Fresh(self.model.config))
+        hidden = self.model(step, Fresh(self.model.config, kernel=self.model.kernel))
         if self.model.config.per_row:
             return self.model.rows(hidden, step)[0]
         return self.model.logits(hidden, step.wanted)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,17 +59,24 @@ class Run:
 
 @torch.inference_mode()
 def drive(
-    model: Transformer, cache: CacheConfig, streams: Sequence[Stream], *, budget: int = 256, poison: bool = True
+    model: Transformer,
+    cache: CacheConfig,
+    streams: Sequence[Stream],
+    *,
+    budget: int = 256,
+    poison: bool = True,
+    **options: Any,
 ) -> Run:
-    engine = Engine(model, cache, budget=budget)
+    """``options``: the engine's."""
+    engine = Engine(model, cache, budget=budget, **options)
     run = Run()
     waiting = dict(enumerate(streams))
     ids: dict[int, int] = {}
     while waiting or not engine.idle:
         for number, stream in list(waiting.items()):
             if run.steps >= stream.arrives and (stream.arrives < 1000 or engine.idle):
-                options = Sampling(max_tokens=len(stream.continuations[0]), n=len(stream.continuations), temperature=0)
-                ids[engine.submit(stream.prompt, options, source=stream.source)] = number
+                asked = Sampling(max_tokens=len(stream.continuations[0]), n=len(stream.continuations), temperature=0)
+                ids[engine.submit(stream.prompt, asked, source=stream.source)] = number
                 del waiting[number]
         plan = engine.scheduler.plan()
         if plan is None:

@@ -124,44 +124,67 @@ class MemoryPlan:
         return self.weights + self.pool + self.scratch + self.activations
 
 
-def check_policy(config: ModelConfig, cache: CacheConfig) -> None:
-    """ConfigError where the model's positions do not allow what is asked: it says which, and what fits.
-
-    Endless rows: positions that are added to the embeddings are baked into keys and values, and nothing can number them
-    anew; a rotation and a bias are made of distances, which a window bounds.  Summaries: their keys are turned back and
-    forth, which needs frequencies that all rows share.
-    """
+def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool = False) -> None:
+    """ConfigError where the model's positions do not allow what is asked: it says which, and what fits."""
     if config.decoder is None:
         return
-    positions = [kind.mixer.position for kind in config.decoder.kinds.values()]
+    if deterministic:
+        _check_deterministic(config, cache)
+    _check_summaries(config, cache)
+    if cache.endless:
+        _check_endless(config, cache)
+
+
+def _check_summaries(config: ModelConfig, cache: CacheConfig) -> None:
+    """Their keys are turned back and forth, which needs frequencies that all rows share."""
+    assert config.decoder is not None
     levels = [cache.kept.at(layer).levels for layer in range(config.decoder.layers)]
-    if cache.rotate == "write" and any(level is not None and level.summaries for level in levels):
-        for position in positions:
-            if isinstance(position, Rope) and isinstance(position.scaling, DynamicScaling | LongRopeScaling):
-                raise ConfigError(
-                    f"summaries: {position.scaling.kind} frequencies differ by row, and keys lie turned by them",
-                    "store keys unrotated: cache.rotate='read'",
-                )
-    if not cache.endless:
+    if cache.rotate == "read" or not any(level is not None and level.summaries for level in levels):
         return
+    for kind in config.decoder.kinds.values():
+        position = kind.mixer.position
+        if isinstance(position, Rope) and isinstance(position.scaling, DynamicScaling | LongRopeScaling):
+            raise ConfigError(
+                f"summaries: {position.scaling.kind} frequencies differ by row, and keys lie turned by them",
+                "store keys unrotated: cache.rotate='read'",
+            )
+
+
+def _check_endless(config: ModelConfig, cache: CacheConfig) -> None:
+    """Positions that are added to the embeddings are baked into keys and values, and nothing can number them anew; a
+    rotation and a bias are made of distances, which a window bounds."""
+    assert config.decoder is not None
     added = config.embed.position
     if added is not None:
         raise ConfigError(
             f"endless: {added.kind} positions are part of every key and value and cannot be numbered anew",
             "rows of this model end at its limit: say what then (--on-full stop)",
         )
-    for mixer in cache.narrowed(mixers(config)):
-        if mixer.cross or mixer.window is None:
-            continue  # groups() refuses a layer without a window
-        if mixer.sinks + mixer.window > config.limit:
+    seeing = cache.narrowed(mixers(config))
+    for mixer in seeing:
+        if not mixer.cross and mixer.window is not None and mixer.sinks + mixer.window > config.limit:
             raise ConfigError(
                 f"endless: {mixer.sinks + mixer.window} tokens kept, the model knows distances up to {config.limit}",
                 f"keep at most {config.limit}",
             )
-    for own in positions:
-        if isinstance(own, OwnPositions) and any(mixer.renumber for mixer in cache.narrowed(mixers(config))):
+    for kind in config.decoder.kinds.values():
+        position = kind.mixer.position
+        if isinstance(position, OwnPositions) and any(mixer.renumber for mixer in seeing):
             raise ConfigError(
-                f"endless: {own.name} says nothing of positions that are numbered anew", "take window(n), without sinks"
+                f"endless: {position.name} says nothing of positions that are numbered anew",
+                "take window(n), without sinks",
+            )
+
+
+def _check_deterministic(config: ModelConfig, cache: CacheConfig) -> None:
+    """Tiles of keys lie at fixed positions: what ranks, descends, chooses or is numbered anew has others."""
+    for group in groups(mixers(config), cache):
+        policy = group.scored or group.levels or group.chooses
+        if policy is not None or group.mixer.renumber:
+            said = f"the policy {policy}" if policy is not None else "rows whose sinks are numbered anew"
+            raise ConfigError(
+                f"deterministic: not promised under {said}",
+                "policies by position keep it: full, window(n), sinks(k, n) up to the limit, truncate(n)",
             )
 
 

@@ -253,7 +253,8 @@ def _answer(
         opened = look(model, command)
         # An encoder keeps nothing; of an encoder-decoder the decoder is not asked.
         least: dict[str, Any] = {} if opened.config.source is None else {"capacity": 1, "source_capacity": 1}
-        with LLM.load(opened.path, dtype=options["dtype"], rows=options["rows"], **least) as llm:
+        chosen = {name: options[name] for name in ("dtype", "rows", "deterministic")}
+        with LLM.load(opened.path, **chosen, **least) as llm:
             tokenizer_of(llm)
             asked = task(llm)
             shown = printer(asked, as_json=options["as_json"]) if show is None else show

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 import click
 
 from kvad.cli.common import console, json_line
-from kvad.cli.running import DTYPES
+from kvad.cli.running import DTYPES, deterministic_option
 from kvad.errors import EngineError, RequestError, UsageError, counted
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def line_options(command: Command) -> Command:
     options = [
         click.argument("file", required=False, metavar="[FILE|-]", type=click.Path(path_type=Path, allow_dash=True)),
         click.option("--dtype", type=click.Choice(DTYPES), help="What to compute in [default: what is stored]."),
+        deterministic_option,
         click.option("--quiet", is_flag=True, help="No progress on stderr."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line of input."),
     ]

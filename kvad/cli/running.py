@@ -26,8 +26,20 @@ if TYPE_CHECKING:
     from kvad.engine.scheduler import Usage
     from kvad.llm import LLM
 
-__all__ = ["GroupUse", "Interrupt", "Meter", "RunStats", "cache_lines", "cache_options", "group_use", "open_llm"]
-__all__ += ["format_options", "formats_asked", "read_stdin", "stats_lines"]
+__all__ = [
+    "GroupUse",
+    "Interrupt",
+    "Meter",
+    "RunStats",
+    "cache_lines",
+    "cache_options",
+    "deterministic_option",
+    "format_options",
+    "formats_asked",
+    "group_use",
+    "open_llm",
+]
+__all__ += ["read_stdin", "stats_lines"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -38,6 +50,11 @@ FORMAT_OPTIONS = (
 )
 
 
+deterministic_option = click.option(
+    "--deterministic", is_flag=True, help="The same bits alone and in any batch, on this machine (CPU; slower)."
+)
+
+
 def cache_options(command: Command) -> Command:
     options: list[Callable[[Any], Any]] = [
         click.option("--rows", type=int, help="Live sequences of the cache [default: as many as asked for, up to 8]."),
@@ -45,6 +62,7 @@ def cache_options(command: Command) -> Command:
         *FORMAT_OPTIONS,
         click.option("--block-size", type=int, help="Slots of a block [default: 16]."),
         click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
+        deterministic_option,
     ]
     for option in reversed(options):
         command = option(command)
@@ -78,7 +96,7 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "capacity": options["context"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
-    return LLM.load(model, **formats_asked(options), **fields)
+    return LLM.load(model, deterministic=options["deterministic"], **formats_asked(options), **fields)
 
 
 def read_stdin() -> str:

@@ -109,7 +109,14 @@ def _load(opened: Opened, sampling: Mapping[str, Any], options: Mapping[str, Any
     if options["rows"] is not None and options["rows"] < each:
         raise UsageError(f"--rows {options['rows']}: a line's {each} beams or samples take a row each", f"give {each}")
     rows = _rows(opened, each, options, capacity) if options["rows"] is None else options["rows"]
-    return LLM.load(opened.path, dtype=options["dtype"], rows=rows, capacity=capacity, **formats_asked(options))
+    return LLM.load(
+        opened.path,
+        dtype=options["dtype"],
+        rows=rows,
+        capacity=capacity,
+        deterministic=options["deterministic"],
+        **formats_asked(options),
+    )
 
 
 def _rows(opened: Opened, each: int, options: Mapping[str, Any], capacity: int) -> int:

@@ -25,6 +25,7 @@ from kvad.engine.runner import Runner
 from kvad.engine.sampler import FAULT, Chosen, Job, sample, score_tokens
 from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
 from kvad.errors import KvadError, RequestError
+from kvad.model.isolate import isolate
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import Kernel
 from kvad.ops.heap import give_back
@@ -73,7 +74,9 @@ class Engine:
     """One model, one cache, many requests.  Not safe for several threads: :class:`kvad.llm.LLM` holds the lock.
 
     ``budget``: at most so many new tokens per step; ``cache.chunk``: at most so many of them for one row.
-    ``stop_tokens``: what ends a text; the tokenizer's separator and end where none are given.
+    ``stop_tokens``: what ends a text; the tokenizer's separator and end where none are given.  ``deterministic``: a
+    request's logits and tokens are the same, bit for bit, whatever runs beside it and however its tokens are cut into
+    steps (on a CPU, of one process: other machines, builds and numbers of threads round otherwise).
     """
 
     def __init__(
@@ -84,12 +87,17 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         budget: int = 2048,
         kernel: Kernel = "auto",
+        deterministic: bool = False,
         probe: Probe | None = None,
         stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.device = model.table.device
-        check_policy(model.config, cache)
+        check_policy(model.config, cache, deterministic=deterministic)
+        if sum(parameter.nbytes for parameter in model.parameters()) <= PACKED:
+            model.pack()
+        if deterministic:
+            kernel = isolate(model)
         placed = groups(mixers(model.config), cache)
         self.memory = Memory(
             placed,
@@ -103,8 +111,6 @@ class Engine:
         limit = ENDLESS if cache.endless else min(model.config.limit, cache.capacity)
         self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=cache.chunk, limit=limit)
         self.runner = Runner(model, self.memory)
-        if sum(parameter.nbytes for parameter in model.parameters()) <= PACKED:
-            model.pack()
         self.times = StepTimes()
         self._limit, self._next, self._ends = limit, 0, stop_tokens
         self._texts: dict[tuple[int, int], _Text] = {}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kvad import config as cfg
 from kvad.config import ModelConfig
 from kvad.model.parts import ACTIVATIONS, Norm
+from kvad.ops.invariant import Tiles
 from kvad.ops.lanes import lane_spans
 from kvad.ops.linear import Linear, linear
 from kvad.step import Lane
@@ -38,6 +39,8 @@ class Transform(nn.Module):
 class Language(nn.Module):
     """Hidden states to logits; a tied head (Press & Wolf 2017) reads the embedding's matrix and owns none."""
 
+    tiles: Tiles | None = None
+
     def __init__(self, config: ModelConfig, spec: cfg.Head) -> None:
         super().__init__()
         self.spec = spec
@@ -49,7 +52,7 @@ class Language(nn.Module):
         """hidden [N, E], table [V, E] -> [N, V]."""
         if self.transform is not None:
             hidden = self.transform(hidden)
-        logits = linear(hidden, table if self.weight is None else self.weight, self.bias)
+        logits = linear(hidden, table if self.weight is None else self.weight, self.bias, self.tiles)
         if self.spec.scale != 1.0:
             logits = logits * self.spec.scale
         if self.spec.softcap is not None:
@@ -60,6 +63,8 @@ class Language(nn.Module):
 class Classes(nn.Module):
     """Hidden states (of tokens, or a row's pooled one) to a score for each label."""
 
+    tiles: Tiles | None = None
+
     def __init__(self, config: ModelConfig, spec: cfg.Classes) -> None:
         super().__init__()
         self.spec = spec
@@ -69,7 +74,8 @@ class Classes(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[N, E] -> [N, labels]."""
-        return linear(hidden if self.transform is None else self.transform(hidden), self.weight, self.bias)
+        hidden = hidden if self.transform is None else self.transform(hidden)
+        return linear(hidden, self.weight, self.bias, self.tiles)
 
 
 class Pooled(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad.model.positions import sinusoid
+from kvad.ops.invariant import Tiles
 from kvad.ops.linear import Joint, Linear, linear
 
 __all__ = ["ACTIVATIONS", "Embedding", "Experts", "Gated", "Norm", "Plain", "make_mlp"]
@@ -99,10 +100,12 @@ class Gated(nn.Module):
 class Experts(nn.Module):
     """See :class:`kvad.config.Experts`.  Each expert is computed once, for the tokens that chose it."""
 
+    tiles: Tiles | None = None
+
     def __init__(self, width: int, spec: cfg.Experts) -> None:
         super().__init__()
         self.spec = spec
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = ACTIVATIONS[spec.activation] if spec.alpha is None else torch.sigmoid
         self.router = Linear(width, spec.count, spec.router_bias)
         self.gate = nn.Parameter(torch.empty(spec.count, spec.hidden, width))
         self.up = nn.Parameter(torch.empty(spec.count, spec.hidden, width))
@@ -135,15 +138,15 @@ class Experts(nn.Module):
         def bias(of: Tensor | None) -> Tensor | None:
             return None if of is None else of[number]
 
-        gate = linear(x, self.gate[number], bias(self.gate_bias))
-        up = linear(x, self.up[number], bias(self.up_bias))
+        gate = linear(x, self.gate[number], bias(self.gate_bias), self.tiles)
+        up = linear(x, self.up[number], bias(self.up_bias), self.tiles)
         if self.spec.clip is not None:
             gate, up = gate.clamp(max=self.spec.clip), up.clamp(-self.spec.clip, self.spec.clip)
         if self.spec.alpha is not None:
-            inner = (up + 1) * gate * torch.sigmoid(self.spec.alpha * gate)
+            inner = (up + 1) * gate * self.activation(self.spec.alpha * gate)
         else:
             inner = self.activation(gate) * up
-        return linear(inner, self.down[number], bias(self.down_bias))
+        return linear(inner, self.down[number], bias(self.down_bias), self.tiles)
 
 
 def make_mlp(width: int, spec: cfg.Plain | cfg.Gated | cfg.Experts) -> Plain | Gated | Experts:

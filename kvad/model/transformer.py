@@ -27,6 +27,7 @@ from kvad.model.heads import Classes, Language, Pooled, make_head, pool
 from kvad.model.mixers import Attention, CrossAttention, Encoding, make_mixer
 from kvad.model.parts import Embedding, Gated, Norm, make_mlp
 from kvad.model.positions import alibi_slopes, depends_on_limit, rope_factor, rope_frequencies
+from kvad.ops.attend import Kernel
 from kvad.ops.lanes import Probe
 from kvad.own import load_own
 from kvad.step import Buckets, Memory, Rotary, Slopes, Step, View
@@ -173,6 +174,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.kernel: Kernel = "auto"  # of attention, where this model opens the memory: its encoder
         self.embed = Embedding(config.width, config.vocab, config.embed)
         source = config.source
         width = cfg.source_width(config)
@@ -221,7 +223,8 @@ class Transformer(nn.Module):
             x = self.embed(step.tokens, step.positions, segments=step.segments)
         else:
             x = self.source(step.tokens, step.positions, None if self.source.tokens else self.table)
-        out: Tensor = self.encoder(x, step, FreshEncoder(self.config, probe=probe).open(step))
+        memory = FreshEncoder(self.config, kernel=self.kernel, probe=probe)
+        out: Tensor = self.encoder(x, step, memory.open(step))
         return out
 
     @property

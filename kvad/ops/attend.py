@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvad.ops.invariant import Tiles
 from kvad.step import Bias, Buckets, Mark, Reach, Score, Slopes
 
 __all__ = [
@@ -30,10 +31,12 @@ __all__ = [
     "distance_bias",
     "joined",
     "logits_of",
+    "only_seen",
+    "poison",
     "t5_bucket",
 ]
 
-Kernel = Literal["auto", "reference", "sdpa"]
+Kernel = Literal["auto", "reference", "sdpa"] | Tiles  # in tiles: bits that no neighbour shows in (ops/aligned.py)
 MASK_BUDGET = 1 << 22  # elements of [rows, queries, slots] made at a time
 SCORE_BUDGET = 1 << 24  # elements of [rows, heads, queries, slots] made at a time, where a kernel needs them
 
@@ -67,6 +70,7 @@ class Reading:
         self.shape = (rows, new, keys.position.shape[-1])
         self.per_head = keys.position.dim() == 3
         self._masks = math.prod(self.shape) * (keys.position.shape[1] if self.per_head else 1)  # elements of a mask
+        self.aligned: object = None  # what ops/aligned.py keeps of it
         self._visible: Tensor | None = None
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by id, beside what it belongs to: ids are used again
 
@@ -282,8 +286,8 @@ def _reference(
     rows, new, heads, _ = q.shape
     logits = logits_of(q, k, reading, score, low, high)
     weights, total = _softmax(logits, score.sink_logits)
-    out = (weights.view(rows, k.shape[1], -1, k.shape[2]) @ _only_seen(v.to(weights.dtype))).view(rows, heads, new, -1)
-    out = _poison(out, v, reading.visible(low, high)).transpose(1, 2)
+    out = (weights.view(rows, k.shape[1], -1, k.shape[2]) @ only_seen(v.to(weights.dtype))).view(rows, heads, new, -1)
+    out = poison(out, v, reading.visible(low, high)).transpose(1, 2)
     if lse:
         return Attended(out, weights if want else None, logits if want else None, total.squeeze(-1))
     return Attended(out.to(q.dtype), weights, logits) if want else Attended(out.to(q.dtype))
@@ -308,12 +312,12 @@ def _softmax(logits: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor
     return exp / total, (top + total.log()).masked_fill(nothing, -math.inf)
 
 
-def _only_seen(v: Tensor) -> Tensor:
+def only_seen(v: Tensor) -> Tensor:
     """v with what is not finite as zero, so that a weight of zero times it is zero."""
     return v if _finite(v) else torch.where(torch.isfinite(v), v, torch.zeros_like(v))
 
 
-def _poison(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def poison(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     """A query that *may* see a value that is not finite gets NaN: faults are loud where they are visible."""
     if _finite(v):
         return out

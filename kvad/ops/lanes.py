@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvad.ops.aligned import attend_aligned
 from kvad.ops.attend import Attended, Kernel, Reading, attend
+from kvad.ops.invariant import Tiles
 from kvad.ops.merge import Part, merge
 from kvad.ops.rotary import turn
 from kvad.step import Lane, Mark, Score
@@ -71,7 +73,11 @@ def observe(
     """
     q, k, v, reading = parts[-1]
     far, want = reading.far if score.rotary is not None else None, probe is not None
-    if far is not None:
+    if isinstance(kernel, Tiles):
+        assert len(parts) == 1 and far is None and count is None, "aligned tiles are of whole tokens, where they were"
+        done = Attended(attend_aligned(q, k, v, reading, score, kernel))
+        done = attend(q, k, v, reading, score, want=True)._replace(out=done.out) if want else done
+    elif far is not None:
         assert len(parts) == 1, "levels and sinks that are numbered anew do not meet"
         done = _renumbered(parts[0], far, score, kernel, want, at)
     elif count is not None or len(parts) > 1:

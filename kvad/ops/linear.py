@@ -13,13 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvad.ops.invariant import Tiles, product
+
 __all__ = ["Joint", "Linear", "linear"]
 
 SMALLEST = 1 << 15  # weights; below, starting the threads costs more than they save
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [.., in], weight [out, in], bias [out] -> [.., out]."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, tiles: Tiles | None = None) -> Tensor:
+    """x [.., in], weight [out, in], bias [out] -> [.., out]; ``tiles``: in bits that no neighbour shows in."""
+    if tiles is not None:
+        return product(x, weight, bias, tiles)
     parts = _parts(x, weight)
     if parts == 1:
         return F.linear(x, weight, bias)
@@ -40,8 +44,10 @@ def _parts(x: Tensor, weight: Tensor) -> int:
 
 
 class Linear(nn.Linear):
+    tiles: Tiles | None = None
+
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, self.tiles)
 
 
 class Joint:
@@ -62,7 +68,12 @@ class Joint:
         belong to its parameters, and the pack has none."""
         if self._weight is None or torch.is_grad_enabled() or not self._holds(layers):
             return [layer(x) for layer in layers]
-        return torch.split(linear(x, self._weight, self._bias), self._sizes, dim=-1)
+        return torch.split(linear(x, self._weight, self._bias, layers[0].tiles), self._sizes, dim=-1)
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """[out, in] of the joined weight; None: not packed."""
+        return None if self._weight is None else (self._weight.shape[0], self._weight.shape[1])
 
     @torch.no_grad()
     def pack(self, *layers: Linear) -> None:

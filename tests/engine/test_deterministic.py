@@ -1,0 +1,293 @@
+"""Batch invariance: with ``deterministic`` a stream's logits are the same, bit for bit, whatever is beside it.
+
+The judge is one pass over a stream's whole text by the model that forgets, with the same tiles: one row, no chunk, no
+step of decoding.  Where every stream equals that, it equals itself in any batch, chunking, order, hit and preemption.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvad import LLM
+from kvad import config as cfg
+from kvad.cache.sizing import CacheConfig
+from kvad.config import ModelConfig
+from kvad.engine.engine import Engine
+from kvad.errors import ConfigError
+from kvad.model import isolate as model_isolate
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.ops import aligned, invariant, lanes
+from kvad.ops.attend import attend
+from kvad.ops.invariant import Product, Tiles, cut, each, measure, product
+from tests.drive import Run, Stream, drive, fresh_step
+from tests.models import SOURCE_VOCAB, VOCAB, build, encoder_config, model_config, pair_config
+from tests.pairwise import Case, pairwise
+from tests.test_oracle import SCENARIOS, cache_of, happened, streams_of, with_sources
+
+DTYPES = ("float32", "bfloat16")
+AXES = {
+    "layout": ("paged", "contiguous"),
+    "dtype": DTYPES,
+    "position": ("none", "learned", "sinusoidal", "rope", "rope-longrope", "alibi", "t5"),
+    "norm": ("pre", "post", "sandwich", "parallel"),
+    "heads": ("mha", "gqa", "mqa", "value-dim", "qk-norm", "softcap", "sinks", "window", "window-mix"),
+    "scenario": SCENARIOS,
+}
+PAIRS = AXES | {"heads": ("mha", "gqa", "value-dim", "softcap", "sinks", "window-mix"), "vocab": ("shared", "own")}
+
+
+@pytest.fixture(autouse=True)
+def many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 keys, so that short streams have several."""
+    for module in (aligned, invariant, model_isolate):
+        monkeypatch.setattr(module, "KEYS", 16)
+
+
+def case_id(case: Case) -> str:
+    return "-".join(case.values())
+
+
+@torch.inference_mode()
+def whole(model: Transformer, stream: Stream, sample: int) -> Tensor:
+    """[T, V] in one pass."""
+    step = fresh_step(stream.tokens(sample), source=stream.source)
+    return model.logits(model(step, Fresh(model.config, kernel=model.kernel)), step.wanted)
+
+
+def differences(model: Transformer, streams: list[Stream], run: Run) -> int:
+    """How many positions have other bits than the judge's."""
+    count = 0
+    for number, stream in enumerate(streams):
+        for sample in range(len(stream.continuations)):
+            right, got = whole(model, stream, sample), run.logits[number, sample]
+            assert sorted(got) == list(range(len(stream.prompt) - 1, len(stream.tokens(sample)) - 1))
+            count += sum(not torch.equal(logits, right[position]) for position, logits in got.items())
+    return count
+
+
+@pytest.mark.parametrize("case", pairwise(AXES), ids=case_id)
+def test_a_stream_has_the_same_bits_in_any_batch(case: Case) -> None:
+    model = build(model_config(case["position"], case["norm"], case["heads"]), dtype=getattr(torch, case["dtype"]))
+    streams = streams_of(case["scenario"], random.Random(7))
+    run = drive(model, cache_of(case), streams, budget=40, deterministic=True)
+    happened(case, run)
+    assert differences(model, streams, run) == 0
+
+
+@pytest.mark.parametrize("case", pairwise(PAIRS), ids=case_id)
+def test_so_has_a_translation(case: Case) -> None:
+    config = pair_config(case["position"], case["norm"], case["heads"], own=case["vocab"] == "own")
+    model = build(config, dtype=getattr(torch, case["dtype"]))
+    streams = with_sources(case["scenario"], streams_of(case["scenario"], draw := random.Random(7)), draw)
+    run = drive(model, cache_of(case), streams, budget=40, deterministic=True)
+    assert differences(model, streams, run) == 0
+
+
+def experts(config: ModelConfig, clip: float | None) -> ModelConfig:
+    assert config.decoder is not None
+    mlp = cfg.Experts(40, count=5, active=2, bias=True, clip=clip, alpha=None if clip is None else 1.7)
+    kinds = {letter: replace(layer, mlp=mlp) for letter, layer in config.decoder.kinds.items()}
+    return replace(config, decoder=replace(config.decoder, kinds=kinds))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clip", [None, 3.0])
+def test_so_have_experts(clip: float | None, dtype: str) -> None:
+    model = build(experts(model_config(), clip), dtype=getattr(torch, dtype))
+    for scenario in ("ragged", "mixed", "preempted"):
+        case = {"layout": "paged", "dtype": dtype, "heads": "gqa", "scenario": scenario}
+        streams = streams_of(scenario, random.Random(3))
+        assert differences(model, streams, drive(model, cache_of(case), streams, deterministic=True)) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_streams_in_random_engines(dtype: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of up to 300 tokens that share prefixes, in engines of random sizes; tiles as they are in use."""
+    for module in (aligned, invariant, model_isolate):
+        monkeypatch.setattr(module, "KEYS", 128)
+    draw = random.Random(seed)
+    config = replace(model_config(draw.choice(("rope", "alibi", "t5", "sinusoidal"))), limit=320)
+    model = build(config, dtype=getattr(torch, dtype), seed=seed)
+    shared = [draw.randrange(VOCAB) for _ in range(200)]
+    streams = []
+    for _ in range(5):
+        text = [draw.randrange(VOCAB) for _ in range(draw.randrange(1, 60))]
+        prompt = shared[: draw.choice((0, 40, 199))] + text
+        ends = [[draw.randrange(VOCAB) for _ in range(draw.randrange(1, 12))]]
+        streams.append(Stream(prompt, ends, arrives=draw.choice((0, 0, 2, 1000))))
+    cache = CacheConfig(
+        layout=draw.choice(("paged", "contiguous")),
+        dtype=dtype,
+        block_size=draw.choice((4, 16)),
+        rows=draw.randrange(1, 5),
+        capacity=320,
+        chunk=draw.choice((7, 33, 256)),
+    )
+    run = drive(model, cache, streams, budget=draw.choice((16, 100, 512)), deterministic=True)
+    assert differences(model, streams, run) == 0
+
+
+# ---------------------------------------------------------------- tokens, searches and encoders
+
+
+def llm_of(config: ModelConfig, dtype: str, *, rows: int, chunk: int = 32, budget: int = 256) -> LLM:
+    cache = CacheConfig(dtype=dtype, block_size=4, rows=rows, capacity=60, chunk=chunk, source_capacity=40)
+    return LLM(build(config, dtype=getattr(torch, dtype)), None, cache, budget=budget, deterministic=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "how",
+    [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "seed": 3}, {"temperature": 1.3, "top_k": 9, "seed": 4}],
+)
+def test_tokens_and_their_log_probabilities(how: dict[str, float], dtype: str) -> None:
+    draw = random.Random(1)
+    prompts = [[draw.randrange(VOCAB) for _ in range(n)] for n in (3, 30, 11, 7, 22)]
+    options = how | {"max_tokens": 16, "logprobs": 3}
+    with llm_of(model_config(), dtype, rows=4, chunk=6) as many, llm_of(model_config(), dtype, rows=1) as one:
+        together = many.generate(prompts, **options)
+        for prompt, done in zip(prompts, together, strict=True):
+            alone = one.generate(prompt, **options)
+            assert alone.tokens == done.tokens and alone.logprobs == done.logprobs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_beam_search(dtype: str) -> None:
+    """Beams that are read as one row of cross-attention, beside others and alone."""
+    draw = random.Random(1)
+    sources = [[draw.randrange(SOURCE_VOCAB) for _ in range(n)] for n in (3, 30, 11, 7, 22)]
+    options = {"beams": 3, "n": 2, "max_tokens": 12, "prefix": [1]}
+    config = pair_config("t5", own=True)
+    with llm_of(config, dtype, rows=9, chunk=6) as many, llm_of(config, dtype, rows=3) as one:
+        for source, done in zip(sources, many.generate(sources, **options), strict=True):
+            alone = one.generate(source, **options)
+            assert replace(alone, timings=done.timings) == done
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_an_encoder_says(dtype: str) -> None:
+    draw = random.Random(1)
+    texts = [[draw.randrange(VOCAB) for _ in range(n)] for n in (3, 30, 11, 30, 22, 1)]
+    with llm_of(encoder_config("alibi"), dtype, rows=6) as many, llm_of(encoder_config("alibi"), dtype, rows=1) as one:
+        for pool in ("mean", "first"):
+            together = many.embed(texts, pool=pool)
+            assert all(
+                torch.equal(one.embed(text, pool=pool)[0], row) for text, row in zip(texts, together, strict=True)
+            )
+
+
+def test_the_uncached_logits_are_the_same_bits() -> None:
+    with llm_of(model_config(), "float32", rows=2) as llm:
+        tokens = [random.Random(1).randrange(VOCAB) for _ in range(40)]
+        prefixes = [llm.logits(tokens[: n + 1])[-1] for n in range(40)]
+        assert torch.equal(torch.stack(prefixes), llm.logits(tokens))
+
+
+# ---------------------------------------------------------------- without it; what breaks it
+
+
+def test_without_it_there_is_a_difference() -> None:
+    """One row is another product than several, and a chunk another than a token: float32 shows it."""
+    model = build(model_config(), dtype=torch.float32)
+    streams = streams_of("ragged", random.Random(7))
+    case = {"layout": "paged", "dtype": "float32", "heads": "gqa", "scenario": "ragged"}
+    assert differences(model, streams, drive(model, cache_of(case), streams)) > 0
+
+
+@pytest.mark.parametrize("broken", ["products", "activations", "attention"])
+def test_each_part_is_needed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = model_config("alibi")
+    assert config.decoder is not None
+    kinds = {"L": replace(config.decoder.kinds["L"], mlp=cfg.Plain(40, "silu"))}
+    model = build(replace(config, decoder=replace(config.decoder, kinds=kinds)), dtype=torch.float32)
+    if broken == "products":
+        monkeypatch.setattr("kvad.ops.linear.product", lambda x, weight, bias, tiles: F.linear(x, weight, bias))
+    elif broken == "activations":
+        monkeypatch.setattr(model_isolate, "each", lambda f, x: f(x))
+    else:
+        monkeypatch.setattr(lanes, "attend_aligned", lambda *asked: attend(*asked[:-1]).out)
+    streams = streams_of("mixed", random.Random(7))
+    case = {"layout": "paged", "dtype": "float32", "heads": "gqa", "scenario": "mixed"}
+    assert differences(model, streams, drive(model, cache_of(case), streams, deterministic=True)) > 0
+
+
+# ---------------------------------------------------------------- its means
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("outer", "inner"), [(3, 24), (40, 24), (67, 40), (96, 64)])
+def test_a_row_of_a_product_at_any_place(outer: int, inner: int, dtype: torch.dtype) -> None:
+    tiles = measure([Product(inner, outer, dtype, bias=True)])
+    draw = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(shape, generator=draw).to(dtype) for shape in ((300, inner), (outer, inner), (outer,))
+    )
+    right = product(x, weight, bias, tiles)
+    torch.testing.assert_close(right, F.linear(x, weight, bias))
+    for low, high in ((0, 1), (7, 9), (5, 45), (100, 233), (299, 300)):
+        assert torch.equal(product(x[low:high], weight, bias, tiles), right[low:high])
+    assert product(x[:0], weight, bias, tiles).shape == (0, outer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_element_at_any_place(dtype: torch.dtype) -> None:
+    x = (3 * torch.randn(70_000, generator=torch.Generator().manual_seed(0))).to(dtype)
+    for f in (F.silu, F.gelu, torch.sigmoid):
+        right = each(f, x)
+        torch.testing.assert_close(right, f(x))
+        for low, high in ((0, 1), (3, 20), (63, 130), (16_000, 33_333)):
+            assert torch.equal(each(f, x[low:high]), right[low:high])
+        assert torch.equal(each(f, x.view(700, 100)[:, 3:50]), right.view(700, 100)[:, 3:50])
+
+
+def test_tiles_cover_all_rows() -> None:
+    assert list(cut(45, (8, 32))) == [(0, 32), (32, 40), (40, 48)]
+    assert list(cut(1, (8, 32, 128))) == [(0, 8)] and list(cut(0, (8,))) == []
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_threads(count: int, threads: None) -> None:
+    torch.set_num_threads(count)
+    model = build(model_config(), dtype=torch.float32)
+    streams = streams_of("mixed", random.Random(7))
+    case = {"layout": "paged", "dtype": "float32", "heads": "gqa", "scenario": "mixed"}
+    assert differences(model, streams, drive(model, cache_of(case), streams, deterministic=True)) == 0
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refused(model: Transformer, dtype: str = "float32") -> str:
+    with pytest.raises(ConfigError) as error:
+        Engine(model, CacheConfig(dtype=dtype, rows=1, capacity=16), deterministic=True)
+    return str(error.value)
+
+
+def test_what_cannot_be_promised_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "float16" in refused(build(model_config(), dtype=torch.float16), "float16")
+    assert "not promised on meta" in refused(build(model_config(), dtype=torch.float32).to("meta"))
+    real = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: real(x, *rest) + 1e-6 * torch.arange(len(x))[:, None])
+    assert "depends on what is beside it" in refused(build(model_config(), dtype=torch.float32))
+
+
+def test_a_tile_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *rest: real(x, *rest) * (1 + 1e-6 * (len(x) < 20)))
+    assert measure([Product(24, 40, torch.float32)]) == Tiles((32, 128))
