@@ -371,7 +371,7 @@ def test_load_refuses_what_cannot_be(folder, options, error, says):
         ({"cache_dtype": torch.int16}, "cache.dtype: unknown dtype 'int16'"),
         ({"cache_keys": "int5"}, "cache.keys: unknown dtype 'int5' (did you mean 'int8'?)"),
         ({"cache_values": "int8-channel"}, "cache.values: int8-channel is for keys"),
-        ({"cache_keys": "int4-channel"}, "cache.keys: int4-channel packs whole blocks"),
+        ({"cache_keys": "int4-channel", "layout": "contiguous"}, "cache.keys: int4-channel packs whole blocks"),
         ({"device": "cuda"}, "device 'cuda': this torch finds no CUDA device here"),
         ({"device": "cuda:1"}, "device 'cuda:1': this torch finds no CUDA device here"),
         ({"device": "foo"}, "unknown device 'foo'"),
