@@ -108,7 +108,7 @@ def measure(products: Iterable[Product]) -> Tiles:
     _try_functions()
     sizes: tuple[int, ...] = SIZES
     for shape in sorted(set(products), key=str):
-        sizes = tuple(size for size in sizes if size in _agreeing(shape, sizes))
+        sizes = tuple(_agreeing(shape, sizes))
         if SIZES[-1] not in sizes:
             raise _refused(f"a product of {shape.inner} by {shape.outer} in {str(shape.dtype).removeprefix('torch.')}")
     return Tiles(sizes)
@@ -122,10 +122,9 @@ def _agreeing(shape: Product, sizes: tuple[int, ...]) -> list[int]:
     right = run(x, most)
     agreeing = []
     for size in sizes:
-        tile = in_groups(size, shape.group)
-        rows = min(most, 4 * tile)  # a few tiles are enough: what is tried is places
-        turned = (run(x[:, :rows].roll(by, 1), tile).roll(-by, 1) for by in (0, 3, tile - 3))
-        if all(torch.equal(other, right[:, :rows]) for other in turned):
+        tile = in_groups(size, shape.group)  # one of each size, turned round: rows change places and neighbours
+        turned = (run(x[:, :tile].roll(by, 1), tile).roll(-by, 1) for by in (3, tile // 2 + 1))
+        if all(torch.equal(other, right[:, :tile]) for other in turned):
             agreeing.append(size)
     return agreeing
 

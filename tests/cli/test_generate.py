@@ -9,6 +9,7 @@ import pytest
 from kvad.cli import generate as module
 from kvad.engine.request import Sampling
 from kvad.llm import LLM
+from kvad.ops.invariant import Tiles
 from tests.cli.checkpoint import LIMIT, run, write_model
 from tests.cli.test_main import kvad_process
 
@@ -60,6 +61,21 @@ def test_several_samples_are_labelled_and_never_mixed(kvad, model, llm):
 def test_rows_that_wait_for_a_seat_are_generated_too(kvad, model):
     wide = kvad("generate", model, "a", "b", "c", *GREEDY, "--max-tokens", 5)
     assert kvad("generate", model, "a", "b", "c", *GREEDY, "--max-tokens", 5, "--rows", 1).out == wide.out
+
+
+def test_deterministic_reaches_the_engine(kvad, model, monkeypatch):
+    real, kernels = LLM.load, []
+
+    def load(*arguments, **options):
+        llm = real(*arguments, **options)
+        kernels.append((llm.engine.memory.kernel, llm.model.kernel))
+        return llm
+
+    monkeypatch.setattr(LLM, "load", load)
+    asked = ("generate", model, "a", "bcd", *GREEDY, "--max-tokens", 5, "--no-stream")
+    assert kvad(*asked, "--deterministic").out == kvad(*asked).out
+    (tiles, same), plain = kernels
+    assert isinstance(tiles, Tiles) and same == tiles and plain == ("auto", "auto")
 
 
 def test_echo_and_ids(kvad, model, llm):
