@@ -22,7 +22,7 @@ from kvad.cache.available import available_bytes
 from kvad.cache.peak import peak
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
 from kvad.cache.weights import lookup_bytes, weight_bytes, weight_shapes
-from kvad.config import Experts, ModelConfig, OwnPositions, mixers
+from kvad.config import DynamicScaling, Experts, LongRopeScaling, ModelConfig, OwnPositions, Rope, Stack, mixers
 from kvad.errors import ConfigError, MemoryPlanError, nearest
 from kvad.step import RESERVED_BLOCKS
 
@@ -125,12 +125,17 @@ class MemoryPlan:
 
 
 def check_policy(config: ModelConfig, cache: CacheConfig) -> None:
-    """ConfigError where a row cannot go on for ever: it says which encoding forbids it, and what fits.
+    """ConfigError where a policy cannot be: it says which encoding forbids it, and what fits.
+
+    A summary is made of keys turned back, by frequencies that all rows have.
 
     Positions that are added to the embeddings are baked into keys and values, and nothing can number them anew; a
     rotation and a bias are made of distances, which a window bounds (DESIGN: positions under eviction).
     """
-    if not cache.endless or config.decoder is None:
+    if config.decoder is None:
+        return
+    _check_summaries(config.decoder, cache)
+    if not cache.endless:
         return
     added = config.embed.position
     if added is not None:
@@ -151,6 +156,18 @@ def check_policy(config: ModelConfig, cache: CacheConfig) -> None:
         if isinstance(own, OwnPositions) and any(mixer.renumber for mixer in cache.narrowed(mixers(config))):
             raise ConfigError(
                 f"endless: {own.name} says nothing of positions that are numbered anew", "take window(n), without sinks"
+            )
+
+
+def _check_summaries(decoder: Stack, cache: CacheConfig) -> None:
+    for index in range(decoder.layers):
+        policy, position = cache.kept.at(index).levels, decoder.layer(index).mixer.position
+        by_limit = isinstance(position, Rope) and isinstance(position.scaling, (DynamicScaling, LongRopeScaling))
+        if policy is not None and policy.summaries and by_limit and cache.rotate == "write":
+            raise ConfigError(
+                f"cache.policy: {policy}: a summary is a mean of keys turned back, and those of layer {index} are "
+                "turned by frequencies that depend on each row's limit",
+                "take cache.rotate='read', which keeps keys as they are",
             )
 
 
