@@ -16,7 +16,8 @@ Promises:
 * a block that changes hands is in ``Moves.clear``, or is the target of a ``Moves.copy``;
 * a block that two rows count on, or that is published, is never written: the writer gets a copy (copy-on-write).
   Slots behind the copied ones are empty; a writer that keeps a block after its sharer copied itself away may find
-  slots of *later* positions in it.  No query sees those before this row has written over them: queries are causal;
+  slots of *later* positions in it.  No query sees those before this row has written over them: queries are causal.
+  Where a policy sums up whole blocks (``policy.Quest``) it empties them before it writes;
 * a row's source (cross-attention, ``sources.py``) is held from :meth:`attach` to :meth:`release`, and written once;
 * a windowed row keeps what the first query of its next span needs, and no block before that;
 * :meth:`Ledger.reserve` places all spans or changes nothing.
@@ -107,6 +108,7 @@ class Ledger:
         self._sinks = tuple(-(-count // size) for count, size in zip(sinks, self._sizes, strict=True))
         self._descents = Descents(self.groups, self.pools, len(own))
         self._scored = tuple(group.scored for group in self.own)
+        self._summed = tuple(group.chooses is not None for group in self.own)  # blocks are summed up as they stand
         # A preempted row is parked, not computed again.
         self.lossy = any(group.scored is not None or group.levels is not None for group in self.own)
         self._watched = any(scored is not None and scored.watch for scored in self._scored)
@@ -205,7 +207,8 @@ class Ledger:
                     new.gap = max(0, length // self._sizes[index] - sinks)
             for block in new.blocks:
                 self.pools[index].acquire(block)
-        twin.length, twin.reach = length, max(length, seat.reach if any(self._ring) else length)
+        end = seat.reach if any(self._ring) else -(-length // self._sizes[0]) * self._sizes[0]
+        twin.length, twin.reach = length, max(length, min(seat.reach, end))
         twin.tip, twin.tail = self._history(seat, length)
         seat.since = NEVER
         self._seats[child] = twin
@@ -217,6 +220,7 @@ class Ledger:
         It is 0 when a window has moved past what a query at ``length`` needs: the row is then empty, compute it anew.
         """
         seat = self._seat(row)
+        assert row not in self._wake, "what was parked comes back whole: rewind it after its next step"
         if length >= seat.length:
             return seat.length
         if length == 0 or not self._window_held(seat, length) or any(hold.cut > length for hold in seat.holds):
@@ -499,8 +503,8 @@ class Ledger:
         for index, hold in enumerate(seat.holds):
             reach, size = self._reaches[index], self._sizes[index]
             needed = reach.oldest(length)
-            if needed >= length:
-                continue  # it sees nothing but itself, and sinks
+            if needed >= length or self._levels[index] is not None:
+                continue  # it sees nothing but itself, and sinks; or what has left it lies below
             if self._ring[index]:
                 oldest = 0 if seat.reach <= size else seat.reach - (size - reach.sinks)
             else:
@@ -598,7 +602,7 @@ class Ledger:
 
     def _grow(self, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> Moves | None:
         """Drop what windows have passed, then give every span the blocks that it writes; None: a pool is too full."""
-        moving = [(self._seat(row), start) for row, start, _ in spans] if self.below else []
+        moving = [(self._seat(row), start) for row, start, _ in spans] if any(self._levels) else []
         if not all(self._enough(index, spans) for index in range(len(self.own))) or not self._descents.enough(moving):
             return None
         clears: list[tuple[int, ...]] = [()] * len(self.groups)
@@ -677,7 +681,8 @@ class Ledger:
                 del hold.blocks[sinks : sinks + passed]
                 hold.gap += passed
         for row, start, count in spans:
-            hold = self._seat(row).holds[index]
+            seat = self._seat(row)
+            hold = seat.holds[index]
             low, high = self._touched(index, hold, start, start + count)
             for place in range(low, high):
                 if place == len(hold.blocks):
@@ -685,14 +690,17 @@ class Ledger:
                     clear.append(hold.blocks[place])
                     continue
                 block = hold.blocks[place]
-                if not self._shared(pool, block, pool.refs[block]):
+                shared = self._shared(pool, block, pool.refs[block])
+                if not shared and not (self._summed[index] and seat.reach > start):
                     continue
-                target = hold.blocks[place] = pool.take()[0]
+                target = hold.blocks[place] = pool.take()[0] if shared else block
                 kept = self._before(index, hold, start, place)
                 if kept:
                     copy.append((block, target, kept))
                 else:
                     clear.append(target)
+                if not shared:
+                    continue
                 if pool.refs[block] > 1:
                     pool.release(block)
                 else:
@@ -714,17 +722,21 @@ class Ledger:
 
         What a cut leaves is free at once: its contents are moved before anything else is (``Moves``).
         """
-        pool, made = self.pools[index], []
+        pool, cut = self.pools[index], []
         for row, start, _ in spans:
             hold = self._seat(row).holds[index]
             kept = self._stays(index, hold, start)
             if kept is None:
                 continue
-            held, blocks, stay = start - hold.dropped, tuple(hold.blocks), self._stay(index, kept)
-            own = [block if pool.refs[block] == 1 else None for block in blocks[:stay]]
-            for block, same in zip(blocks, [*own, *[None] * (len(blocks) - stay)], strict=True):
+            stay = self._stay(index, kept)
+            own = [block if pool.refs[block] == 1 else None for block in hold.blocks[:stay]]
+            for block, same in zip(hold.blocks, [*own, *[None] * (len(hold.blocks) - stay)], strict=True):
                 if same is None:
                     pool.release(block)
+            cut.append((row, start, hold, kept, own))
+        made = []
+        for row, start, hold, kept, own in cut:  # when all have given back: one may need what another leaves
+            held, blocks = start - hold.dropped, tuple(hold.blocks)
             hold.blocks = [pool.take()[0] if block is None else block for block in own]
             hold.dropped, hold.cut = start - kept, start
             made.append(Compact(row, start, blocks, held, kept, tuple(hold.blocks)))
