@@ -27,8 +27,8 @@ __all__ = ["KINDS", "English", "Kind", "Language", "Lookup", "Said", "Task", "la
 Kind = Literal["single", "many", "chain"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LINKS = lookup.LINKS  # of a chain: so many names
-APART = 24  # tokens of haystack to each needle of many
-MOST_OTHERS = 40
+APART = 24  # tokens to each needle of many
+FEWEST_OTHERS, MOST_OTHERS = 3, 40
 SLACK = 8  # tokens of an English answer beyond what it must hold
 
 
@@ -78,6 +78,10 @@ class Language(Protocol):
         """Of the haystack, without end."""
         ...
 
+    def others(self, length: int) -> int:
+        """How many needles stand beside the asked one of ``many``."""
+        ...
+
     def say(self, kind: Kind, seed: int, others: int) -> Said: ...
 
     def room(self, parts: Sequence[str]) -> int:
@@ -105,6 +109,9 @@ class Lookup:
         while True:
             yield lookup.NOISE[start % len(lookup.NOISE)]
             start += 1
+
+    def others(self, length: int) -> int:
+        return min(MOST_OTHERS, max(FEWEST_OTHERS, length // APART))
 
     def say(self, kind: Kind, seed: int, others: int) -> Said:
         rng = random.Random(seed)
@@ -146,6 +153,9 @@ class English:
         while True:
             yield self._lines[start % len(self._lines)] + "\n"
             start += 1
+
+    def others(self, length: int) -> int:
+        return FEWEST_OTHERS  # RULER's
 
     def say(self, kind: Kind, seed: int, others: int) -> Said:
         rng = random.Random(seed)
@@ -210,8 +220,7 @@ def _knows_lookup(tokenizer: Tokenizer) -> bool:
 def make_task(kind: Kind, language: Language, length: int, depth: float, seed: int) -> Task:
     """A task of ``length`` tokens, answer included; UsageError where needles and question do not fit in so many."""
     own = hash_of(kind, language.name, length, round(1000 * depth), seed)
-    others = min(MOST_OTHERS, max(3, length // APART)) if kind == "many" else 0
-    said = language.say(kind, own, others)
+    said = language.say(kind, own, language.others(length) if kind == "many" else 0)
     needles = [language.encode(needle) for needle in said.needles]
     question, room = language.encode(said.question), language.room(said.parts)
     hay = length - len(language.opening) - sum(map(len, needles)) - len(question) - room

@@ -27,7 +27,7 @@ def make_looker(limit=1024):
     config = ModelConfig(width=3 * n, vocab=n, limit=limit, decoder=Stack(2, kinds, "AB"), tie=False)
     model = Transformer(config)
     with torch.no_grad():
-        _fill({name: parameter for name, parameter in model.named_parameters()}, tokenizer)
+        _fill(dict(model.named_parameters()), tokenizer)
     return model.eval(), tokenizer
 
 
