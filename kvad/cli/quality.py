@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvad.cli.common import emit_json, json_line, json_option, model_argument
-from kvad.errors import UsageError, nearest
+from kvad.errors import UsageError
 
 if TYPE_CHECKING:
     from kvad.lab.endless import Endless
@@ -48,7 +48,9 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
 @click.option(
     "--asked", type=click.Choice(["in-prompt", "after"]), default="in-prompt", show_default=True, help="The question."
 )
-@click.option("--chunk", type=int, default=64, show_default=True, help="Tokens of a row in one step.")
+@click.option(
+    "--chunk", type=int, default=16, show_default=True, help="Tokens of a row in one step, and between two cuts."
+)
 @click.option("--rows", type=int, default=8, show_default=True, help="Tasks at a time.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the tasks.")
 @click.option(
@@ -112,9 +114,7 @@ def cache_quality(
 
 @click.command()
 @model_argument
-@click.option(
-    "--cache", default="sinks", show_default=True, help="Which cache, with as many tokens as the model's limit."
-)
+@click.option("--cache", default="sinks", show_default=True, help="With as many tokens as the model's limit.")
 @click.option("--policy", help="The cache's policy in full, as in 'sinks(4,252)'.  [default: --cache, at the limit]")
 @click.option("--tokens", type=int, default=100_000, show_default=True, help="Of the stream.")
 @click.option("--span", type=int, default=10_000, show_default=True, help="Tokens of which one perplexity is made.")
@@ -247,15 +247,14 @@ def _stream(llm: LLM, files: Sequence[Path], num_tokens: int) -> list[int]:
 
 
 def _endless_variant(cache: str, policy: str | None, limit: int) -> Variant:
-    """A cache of as many tokens as the model's limit, by name or by its policy in full."""
-    from kvad.lab.variants import POLICIES, Variant, known_variants
+    """A cache of as many tokens as the model's limit, by name or by its policy in full; what keeps everything ends
+    there."""
+    from kvad.lab.variants import POLICIES, Variant, fields_of
 
     if policy is None and cache not in POLICIES:
-        if cache not in known_variants():
-            raise UsageError(f"unknown cache {cache!r}", nearest(cache, [*known_variants(), *POLICIES]))
-        return Variant(cache, 0.0, lambda _length: {} if cache == "full" else {"dtype": cache})
-    said = POLICIES[cache](limit) if policy is None else policy
-    return Variant(said, 0.0, lambda _length: {"policy": said})
+        return Variant(cache, 0.0, fields_of(cache))
+    said = POLICIES[cache](limit, 1) if policy is None else policy
+    return Variant(said, 0.0, lambda _length, _every: {"policy": said, "endless": True})
 
 
 # ---------------------------------------------------------------- what is said

@@ -42,7 +42,8 @@ class Options:
     """``lengths`` and ``depths``: of the heat map's grid, ``tasks``: of each of its cells.  ``texts``: rows of text,
     ``text_length`` tokens each.  ``asked``: the question stands in the prompt, where a cache that looks at
     queries sees it before it drops anything; or it comes ``after`` the prompt was read, token by token.  ``rows``: at
-    a time; ``chunk``: tokens of a row in one step."""
+    a time; ``chunk``: tokens of a row in one step, and between two cuts of a policy that ranks: it holds up to so many
+    more than its budget in between."""
 
     kinds: tuple[Kind, ...] = KINDS
     lengths: tuple[int, ...] = (128, 256, 512)
@@ -52,7 +53,7 @@ class Options:
     text_length: int = 512
     asked: Asked = "in-prompt"
     rows: int = 8
-    chunk: int = 64
+    chunk: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from kvad.lab.endless import bench_endless, reference
 from kvad.lab.quality import ENOUGH, Options, answers, measure, price
 from kvad.lab.quality_run import FILE, bench_quality, text_rows
 from kvad.lab.tasks import KINDS, English, Lookup, language_of, make_task
-from kvad.lab.variants import Variant, known_variants, variants_of
+from kvad.lab.variants import POLICIES, Variant, engine_of, fields_of, known_variants, variants_of
 from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
 from lab.looker import make_looker
@@ -238,8 +238,9 @@ def test_the_price_of_a_text(looker, spoken, monkeypatch):
 
 def test_variants():
     assert [one.label for one in variants_of(["full", "bfloat16"], (0.5,))] == ["full", "bfloat16"]
-    assert Variant("x", 0.875, dict).budget(512) == 64
-    assert {"full", "float32", "bfloat16"} <= set(known_variants())
+    assert Variant("x", 0.875, fields_of("full")).budget(512) == 64
+    assert {"full", "bfloat16"} <= set(known_variants())
+    assert all(len(variants_of([name], (0.5, 0.75))) == 3 for name in POLICIES if name in known_variants())
     with pytest.raises(UsageError, match="unknown cache 'bfloat61'"):
         variants_of(["bfloat61"])
     with pytest.raises(UsageError, match="between 0 and 1"):
@@ -304,6 +305,11 @@ def test_a_model_that_finds_nothing_says_nothing(looker, spoken):
 def test_lengths_beyond_the_limit(looker, spoken):
     with pytest.raises(UsageError, match=r"2,048 tokens is beyond the model's limit of 1,024"):
         bench(looker, spoken, None, (), replace(SMALL, lengths=(2048,)))
+
+
+def test_a_field_that_the_cache_lacks_is_named(looker):
+    with pytest.raises(UsageError, match=r"new: this build's cache cannot: .*'telepathy'"):
+        engine_of(looker, Variant("new", 0.5, lambda _length, _every: {"telepathy": 1}), 8, rows=1, capacity=8, chunk=8)
 
 
 def test_rows_of_text():
