@@ -46,7 +46,11 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
 @click.option("--text", "files", multiple=True, type=click.Path(path_type=Path), help=TEXT_HELP)
 @click.option("--language", type=click.Choice(["auto", "lookup", "english"]), default="auto", show_default=True)
 @click.option(
-    "--asked", type=click.Choice(["in-prompt", "after"]), default="in-prompt", show_default=True, help="The question."
+    "--asked",
+    type=click.Choice(["after", "before"]),
+    default="after",
+    show_default=True,
+    help="Only after the cache was cut, or in the prompt too.",
 )
 @click.option(
     "--chunk", type=int, default=16, show_default=True, help="Tokens of a row in one step, and between two cuts."
@@ -80,7 +84,7 @@ def cache_quality(
 
     \b
     kvad bench cache-quality runs/lookup-cpu --out runs/quality
-    kvad bench cache-quality runs/lookup-cpu --caches window,snapkv,random --ratios 0.5,0.875 --asked after
+    kvad bench cache-quality runs/lookup-cpu --caches window,snapkv,random --ratios 0.5,0.875 --asked before
     kvad bench cache-quality MODEL --language english --lengths 512,1024 --kinds single --json
     """
     from kvad.lab.quality_run import bench_quality
@@ -282,7 +286,7 @@ def quality_lines(result: Result) -> list[str]:
         for row in result.summary
     ]
     options = result.options
-    asked = "in the prompt" if options.asked == "in-prompt" else "after the prompt was read"
+    asked = "after the cut" if options.asked == "after" else "before the cut and after it"
     lengths = ", ".join(map(str, options.lengths))
     model = f"{result.parameters:,} parameters, language {result.language}"
     texts = f"{options.texts} texts of {options.text_length} tokens, in chunks of {options.chunk}"

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ FULL = variants_of([])[0]
 SMALL = Options(lengths=(40, 48), depths=(0.0, 1.0), tasks=2, texts=1, text_length=40, chunk=32)
 NEEDLES = replace(SMALL, kinds=("single",))
 BYTES = train_tokenizer("byte", [])
+VOCAB = 300
 LINES = [f"Line {number} of a text that nobody wrote.\n" for number in range(40)]
 
 
@@ -99,8 +101,8 @@ def test_a_task_is_a_function_of_its_seed(kind, name, spoken):
     length = 96 if name == "lookup" else 1500
     one, again, other = (make_task(kind, language, length, 0.5, seed) for seed in (1, 1, 2))
     assert one == again
-    assert one.context != other.context and one.parts != other.parts
-    assert len(one.prompt) + one.room == length
+    assert one.prompt != other.prompt and one.parts != other.parts
+    assert len(one.prompt) + len(one.question) + one.room == length
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.3, 0.5, 1.0])
@@ -109,25 +111,33 @@ def test_the_needle_stands_at_its_depth(kind, depth, spoken):
     task = make_task(kind, spoken, 256, depth, 7)
     opening, key = spoken.opening, task.question[-1]
     needle = (key, *spoken.encode(task.parts[0]))
-    (at,) = [at for at in task.at if task.context[at : at + 2] == needle]
+    (at,) = [at for at in task.at if task.prompt[at : at + 2] == needle]
     others = 2 * task.at.index(at)
     hay = 256 - len(opening) - 2 * len(task.at) - len(task.question) - task.room
     assert task.depth == (at - len(opening) - others) / hay
     assert abs(task.depth - depth) <= 5 / hay, "nearest edge of a sentence"
-    assert task.context[: len(opening)] == opening
-    assert task.context.count(key) == 1
+    assert task.prompt[: len(opening)] == opening
+    assert task.prompt.count(key) == 1
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_cut_comes_right_behind_what_was_read(spoken, told):
+    task = make_task("many", spoken, 100, 0.5, 3, align=16, told=told)
+    assert len(task.prompt) == 96 and len(task.prompt) + len(task.question) + task.room <= 100
+    assert (task.prompt[-2:] == task.question) is told
+    assert len(make_task("many", spoken, 100, 0.5, 3, align=128, told=told).prompt) == 97
 
 
 def test_many_hides_the_asked_one_among_others(spoken):
     task = make_task("many", spoken, 240, 0.5, 3)
-    keys = [task.context[at] for at in task.at]
+    keys = [task.prompt[at] for at in task.at]
     assert len(set(keys)) == len(keys) == 11 and task.question[-1] in keys
     assert list(task.at) == sorted(task.at)
 
 
 def test_a_chain_leads_from_the_question_to_the_value(spoken):
     task = make_task("chain", spoken, 96, 0.25, 5)
-    told = {task.context[at]: task.context[at + 1] for at in task.at}
+    told = {task.prompt[at]: task.prompt[at + 1] for at in task.at}
     found, word = [], task.question[-1]
     while word in told:
         word = told[word]
@@ -139,10 +149,10 @@ def test_a_chain_leads_from_the_question_to_the_value(spoken):
 def test_english_needles_stand_between_lines():
     language = English(BYTES, LINES)
     task = make_task("single", language, 1500, 0.5, 1)
-    (at,), text = task.at, BYTES.decode(list(task.context))
-    needle = BYTES.decode(list(task.context[at:])).split("\n")[0]
+    (at,), text = task.at, BYTES.decode(list(task.prompt))
+    needle = BYTES.decode(list(task.prompt[at:])).split("\n")[0]
     assert needle.startswith("One of the special magic numbers for ") and task.parts[0] in needle
-    assert BYTES.decode(list(task.context[:at])).endswith(".\n") and text.count("magic") == 1
+    assert BYTES.decode(list(task.prompt[:at])).endswith(".\n") and text.count("magic") == 1
     name = needle.split(" for ")[1].split(" is:")[0]
     assert name in BYTES.decode(list(task.question))
 
@@ -181,6 +191,7 @@ class FakeEngine:
 
     def __init__(self, said):
         self.said, self.submitted, self.pieces = said, [], []
+        self.model = SimpleNamespace(config=SimpleNamespace(vocab=VOCAB))
 
     def submit(self, tokens, sampling):
         number = len(self.submitted)
@@ -199,24 +210,29 @@ class FakeEngine:
 def test_answers_of_a_fake_model(spoken):
     tasks = [make_task("single", spoken, 64, 0.5, seed) for seed in range(3)]
     right = spoken.encode(tasks[1].parts[0])
-    engine = FakeEngine(right)
+    engine = FakeEngine([*tasks[1].question, *right])
     shares = [spoken.share(task.parts, said) for task, said in zip(tasks, answers(engine, tasks), strict=True)]
     assert shares == [float(task.parts == tasks[1].parts) for task in tasks] and shares[1] == 1
-    assert [tokens for tokens, _ in engine.submitted] == [task.prompt for task in tasks]
+    for task, (tokens, sampling) in zip(tasks, engine.submitted, strict=True):
+        said = [*tokens]
+        for token in task.question:
+            assert sampling.allowed(said) == (token,), "the question is put in its mouth"
+            said.append(token)
+        assert tokens == task.prompt and len(sampling.allowed(said)) == VOCAB
 
 
-@pytest.mark.parametrize("asked", ["in-prompt", "after"])
+@pytest.mark.parametrize("asked", ["before", "after"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_full_cache_finds_everything(looker, spoken, kind, asked):
     found = measure(looker, FULL, spoken, kind, 96, 0.5, replace(SMALL, asked=asked, tasks=4, rows=2))
     assert found.recall == 1 > ENOUGH and found.tasks == 4
 
 
-@pytest.mark.parametrize("asked", ["in-prompt", "after"])
+@pytest.mark.parametrize("asked", ["before", "after"])
 def test_a_cache_that_forgets_finds_less(looker, spoken, asked, monkeypatch):
     options = replace(SMALL, asked=asked, tasks=8, chunk=16)
     found = []
-    for share in (0.0, 0.02, 0.5):
+    for share in (0.0, 0.08, 0.5):
         forget(monkeypatch, share)
         found.append(measure(looker, FULL, spoken, "single", 96, 0.2, options).recall)
     assert found[0] == 1 > found[1] > found[2] == 0
@@ -302,13 +318,20 @@ def test_a_model_that_finds_nothing_says_nothing(looker, spoken):
     assert full.recall["single"] == 0 and half.recall["single"] is None and half.perplexity is not None
 
 
+def test_a_cache_that_cannot_be_for_this_model_is_noted(looker, spoken):
+    odd = Variant("odd", 0.5, lambda _length, _every: {"layout": "round"})
+    result = bench_quality(looker, [FULL, odd], spoken, [], NEEDLES)
+    assert len(result.notes) == 1 and result.notes[0].startswith("odd 0.5: not for this model: cache.layout: 'round'")
+    assert result.summary[0].recall == {"single": 1} and result.summary[1].recall == {"single": None}
+
+
 def test_lengths_beyond_the_limit(looker, spoken):
     with pytest.raises(UsageError, match=r"2,048 tokens is beyond the model's limit of 1,024"):
         bench(looker, spoken, None, (), replace(SMALL, lengths=(2048,)))
 
 
 def test_a_field_that_the_cache_lacks_is_named(looker):
-    with pytest.raises(UsageError, match=r"new: this build's cache cannot: .*'telepathy'"):
+    with pytest.raises(UsageError, match=r"new 0.5: this build's cache cannot: .*'telepathy'"):
         engine_of(looker, Variant("new", 0.5, lambda _length, _every: {"telepathy": 1}), 8, rows=1, capacity=8, chunk=8)
 
 
