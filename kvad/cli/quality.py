@@ -378,25 +378,30 @@ def _recall(kind: str, row: Row) -> float | None:
     return row.recall[kind]
 
 
-def _grids(result: Result, kind: str) -> tuple[list[Grid], int]:
+def _grids(result: Result, kind: str) -> tuple[list[Grid | None], int]:
     """A heat map per cache, depth down and length across; (maps, how many in a row: a policy's ratios)."""
     from kvad.lab.plot import Grid
 
     lines = [line for line in result.lines if line["measure"] == kind]
     lengths, depths = sorted({line["length"] for line in lines}), sorted({line["depth"] for line in lines})
-    ratios = len({row.ratio for row in result.summary if row.ratio})
-    grids = []
+    across = len({row.ratio for row in result.summary if row.ratio}) or 4
+    grids: list[Grid | None] = []
+    before = None
     for row in result.summary:
         mine = {
             (line["depth"], line["length"]): line["recall"]
             for line in lines
             if (line["cache"], line["ratio"]) == (row.cache, row.ratio)
         }
-        if mine:
-            name = f"{row.cache} {row.ratio:g}" if row.ratio else row.cache
-            values = [[mine.get((depth, length)) for length in lengths] for depth in depths]
-            grids.append(Grid(name, [str(length) for length in lengths], [f"{depth:g}" for depth in depths], values))
-    return grids, max(1, min(4, ratios or len(grids)))
+        if not mine:
+            continue
+        if row.ratio and row.cache != before:  # each policy has a row of its own
+            grids += [None] * (-len(grids) % across)
+        before = row.cache
+        values = [[mine.get((depth, length)) for length in lengths] for depth in depths]
+        name = f"{row.cache}, {row.ratio:g} dropped" if row.ratio else row.cache
+        grids.append(Grid(name, [str(length) for length in lengths], [f"{depth:g}" for depth in depths], values))
+    return grids, min(across, max(1, len(grids)))
 
 
 def _keep_endless(result: Endless, out: Path) -> list[Path]:

@@ -14,6 +14,7 @@ A recall says something only where the full cache finds what was hidden: :data:`
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from kvad.llm import LLM
 
 __all__ = ["ENOUGH", "Asked", "Options", "Price", "Text", "answers", "cells", "judged", "listen", "measure", "price"]
 
+JITTER = 0.05  # of a task's depth, to each side
 ENOUGH = 0.95  # recall of the full cache below which a bench of recall says nothing
 Asked = Literal["after", "before"]
 
@@ -237,7 +239,7 @@ def measure(
     """One cell of one variant: ``options.tasks`` tasks, the same for every variant."""
     seeds = range(options.seed * 1_000_003, options.seed * 1_000_003 + options.tasks)
     how: dict[str, Any] = {"align": options.chunk, "told": options.asked == "before"}
-    tasks = [make_task(kind, language, length, depth, seed, **how) for seed in seeds]
+    tasks = [make_task(kind, language, length, _near(depth, seed), seed, **how) for seed in seeds]
     rows = min(options.rows, len(tasks))
     read = max(len(task.prompt) for task in tasks)
     engine = engine_of(llm, variant, read, rows=rows, capacity=length, chunk=options.chunk)
@@ -247,3 +249,8 @@ def measure(
         engine.close()
     shares = [language.share(task.parts, answer) for task, answer in zip(tasks, found, strict=True)]
     return Price(kind, length, depth, math.fsum(shares) / len(shares), len(shares), variant.budget(read))
+
+
+def _near(depth: float, seed: int) -> float:
+    """Somewhere around the depth: what a policy keeps may hang on one position, and a cell should not."""
+    return min(1.0, max(0.0, depth + random.Random(seed).uniform(-JITTER, JITTER)))
