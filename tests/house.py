@@ -71,6 +71,9 @@ WITHOUT_TORCH = [
     "kvad.lab.tree",
     "kvad.lab.drawtree",
     "kvad.lab.flops",
+    "kvad.lab.lookup",
+    "kvad.lab.tasks",
+    "kvad.lab.sources",
     "kvad.cli",
 ]
 

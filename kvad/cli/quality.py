@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvad.cli.common import emit_json, json_line, json_option, model_argument
-from kvad.errors import UsageError, nearest
+from kvad.errors import UsageError
 
 if TYPE_CHECKING:
     from kvad.lab.endless import Endless
@@ -46,9 +46,15 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
 @click.option("--text", "files", multiple=True, type=click.Path(path_type=Path), help=TEXT_HELP)
 @click.option("--language", type=click.Choice(["auto", "lookup", "english"]), default="auto", show_default=True)
 @click.option(
-    "--asked", type=click.Choice(["in-prompt", "after"]), default="in-prompt", show_default=True, help="The question."
+    "--asked",
+    type=click.Choice(["after", "before"]),
+    default="after",
+    show_default=True,
+    help="Only after the cache was cut, or in the prompt too.",
 )
-@click.option("--chunk", type=int, default=64, show_default=True, help="Tokens of a row in one step.")
+@click.option(
+    "--chunk", type=int, default=16, show_default=True, help="Tokens of a row in one step, and between two cuts."
+)
 @click.option("--rows", type=int, default=8, show_default=True, help="Tasks at a time.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the tasks.")
 @click.option(
@@ -78,7 +84,7 @@ def cache_quality(
 
     \b
     kvad bench cache-quality runs/lookup-cpu --out runs/quality
-    kvad bench cache-quality runs/lookup-cpu --caches window,snapkv,random --ratios 0.5,0.875 --asked after
+    kvad bench cache-quality runs/lookup-cpu --caches window,snapkv,random --ratios 0.5,0.875 --asked before
     kvad bench cache-quality MODEL --language english --lengths 512,1024 --kinds single --json
     """
     from kvad.lab.quality_run import bench_quality
@@ -112,9 +118,7 @@ def cache_quality(
 
 @click.command()
 @model_argument
-@click.option(
-    "--cache", default="sinks", show_default=True, help="Which cache, with as many tokens as the model's limit."
-)
+@click.option("--cache", default="sinks", show_default=True, help="With as many tokens as the model's limit.")
 @click.option("--policy", help="The cache's policy in full, as in 'sinks(4,252)'.  [default: --cache, at the limit]")
 @click.option("--tokens", type=int, default=100_000, show_default=True, help="Of the stream.")
 @click.option("--span", type=int, default=10_000, show_default=True, help="Tokens of which one perplexity is made.")
@@ -247,15 +251,14 @@ def _stream(llm: LLM, files: Sequence[Path], num_tokens: int) -> list[int]:
 
 
 def _endless_variant(cache: str, policy: str | None, limit: int) -> Variant:
-    """A cache of as many tokens as the model's limit, by name or by its policy in full."""
-    from kvad.lab.variants import POLICIES, Variant, known_variants
+    """A cache of as many tokens as the model's limit, by name or by its policy in full; what keeps everything ends
+    there."""
+    from kvad.lab.variants import POLICIES, Variant, fields_of
 
     if policy is None and cache not in POLICIES:
-        if cache not in known_variants():
-            raise UsageError(f"unknown cache {cache!r}", nearest(cache, [*known_variants(), *POLICIES]))
-        return Variant(cache, 0.0, lambda _length: {} if cache == "full" else {"dtype": cache})
-    said = POLICIES[cache](limit) if policy is None else policy
-    return Variant(said, 0.0, lambda _length: {"policy": said})
+        return Variant(cache, 0.0, fields_of(cache))
+    said = POLICIES[cache](limit, 1) if policy is None else policy
+    return Variant(said, 0.0, lambda _length, _every: {"policy": said, "endless": True})
 
 
 # ---------------------------------------------------------------- what is said
@@ -283,7 +286,7 @@ def quality_lines(result: Result) -> list[str]:
         for row in result.summary
     ]
     options = result.options
-    asked = "in the prompt" if options.asked == "in-prompt" else "after the prompt was read"
+    asked = "after the cut" if options.asked == "after" else "before the cut and after it"
     lengths = ", ".join(map(str, options.lengths))
     model = f"{result.parameters:,} parameters, language {result.language}"
     texts = f"{options.texts} texts of {options.text_length} tokens, in chunks of {options.chunk}"
@@ -375,25 +378,30 @@ def _recall(kind: str, row: Row) -> float | None:
     return row.recall[kind]
 
 
-def _grids(result: Result, kind: str) -> tuple[list[Grid], int]:
+def _grids(result: Result, kind: str) -> tuple[list[Grid | None], int]:
     """A heat map per cache, depth down and length across; (maps, how many in a row: a policy's ratios)."""
     from kvad.lab.plot import Grid
 
     lines = [line for line in result.lines if line["measure"] == kind]
     lengths, depths = sorted({line["length"] for line in lines}), sorted({line["depth"] for line in lines})
-    ratios = len({row.ratio for row in result.summary if row.ratio})
-    grids = []
+    across = len({row.ratio for row in result.summary if row.ratio}) or 4
+    grids: list[Grid | None] = []
+    before = None
     for row in result.summary:
         mine = {
             (line["depth"], line["length"]): line["recall"]
             for line in lines
             if (line["cache"], line["ratio"]) == (row.cache, row.ratio)
         }
-        if mine:
-            name = f"{row.cache} {row.ratio:g}" if row.ratio else row.cache
-            values = [[mine.get((depth, length)) for length in lengths] for depth in depths]
-            grids.append(Grid(name, [str(length) for length in lengths], [f"{depth:g}" for depth in depths], values))
-    return grids, max(1, min(4, ratios or len(grids)))
+        if not mine:
+            continue
+        if row.ratio and row.cache != before:  # each policy has a row of its own
+            grids += [None] * (-len(grids) % across)
+        before = row.cache
+        values = [[mine.get((depth, length)) for length in lengths] for depth in depths]
+        name = f"{row.cache}, {row.ratio:g} dropped" if row.ratio else row.cache
+        grids.append(Grid(name, [str(length) for length in lengths], [f"{depth:g}" for depth in depths], values))
+    return grids, min(across, max(1, len(grids)))
 
 
 def _keep_endless(result: Endless, out: Path) -> list[Path]:

@@ -120,7 +120,8 @@ def _streamed(llm: LLM, variant: Variant, tokens: Sequence[int], chunk: int, pro
             found[first + 1 : last + 1] = said.gather(-1, ids[first + 1 : last + 1, None]).squeeze(-1).double()
         progress("stream", last, len(tokens))
 
-    engine = engine_of(llm, variant, llm.model.config.limit, rows=1, capacity=len(tokens), chunk=chunk)
+    limit = llm.model.config.limit
+    engine = engine_of(llm, variant, limit, rows=1, capacity=limit, chunk=chunk)
     try:
         listen(engine, hear)
         engine.submit(tokens, Sampling(max_tokens=0, prompt_logprobs=0))

@@ -31,7 +31,7 @@ NOISE = (
 LINKS = 3  # bindings of the longest chain
 SHORTEST = 12  # words of a text
 MOST_BINDINGS = 48
-NOISES = (0.0, 0.3, 0.8, 0.95)  # shares of a text's sentences
+NOISES = (0.0, 0.0, 0.3, 0.6, 0.95)  # shares of a text's sentences
 LINKED = 0.25  # share of the bindings that bind to a key
 HELD_OUT = 1 << 40  # seeds from here on belong to nobody's training
 

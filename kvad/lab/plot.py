@@ -135,11 +135,20 @@ def draw(
 
 
 def draw_grids(
-    grids: Sequence[Grid], out: Sequence[Path], *, across: int, title: str = "", x_label: str = "", y_label: str = ""
+    grids: Sequence[Grid | None],
+    out: Sequence[Path],
+    *,
+    across: int,
+    title: str = "",
+    x_label: str = "",
+    y_label: str = "",
 ) -> list[Path]:
-    """Draw heat maps into every file of ``out``, ``across`` in a row, each cell with its number.  Raises as `draw`."""
+    """Draw heat maps into every file of ``out``, ``across`` in a row (None: an empty place), each cell with its number.
+
+    Raises as :func:`draw`.
+    """
     _check_endings(out)
-    if not grids:
+    if not any(grids):
         raise DataError("there is nothing to draw")
     import matplotlib as mpl
 
@@ -150,18 +159,18 @@ def draw_grids(
     return list(out)
 
 
-def _heat_maps(grids: Sequence[Grid], across: int, title: str, x_label: str, y_label: str) -> Figure:
+def _heat_maps(grids: Sequence[Grid | None], across: int, title: str, x_label: str, y_label: str) -> Figure:
     from matplotlib.figure import Figure
 
-    down = -(-len(grids) // across)
-    wide, high = 0.5 * len(grids[0].columns) + 0.6, 0.32 * len(grids[0].rows) + 0.5
+    down, some = -(-len(grids) // across), next(grid for grid in grids if grid is not None)
+    wide, high = 0.5 * len(some.columns) + 0.6, 0.32 * len(some.rows) + 0.5
     figure = Figure(figsize=(max(4.0, wide * across + 0.8), high * down + 0.9), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     for number, place in enumerate(axes.flat):
-        if number >= len(grids):
+        grid = grids[number] if number < len(grids) else None
+        if grid is None:
             place.set_axis_off()
             continue
-        grid = grids[number]
         values = [[math.nan if value is None else value for value in row] for row in grid.values]
         place.pcolormesh(values, cmap="RdYlGn", vmin=0, vmax=1, edgecolors="white", linewidth=0.5)
         for row, line in enumerate(grid.values):

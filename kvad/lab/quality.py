@@ -14,6 +14,7 @@ A recall says something only where the full cache finds what was hidden: :data:`
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,16 +34,21 @@ from kvad.llm import LLM
 
 __all__ = ["ENOUGH", "Asked", "Options", "Price", "Text", "answers", "cells", "judged", "listen", "measure", "price"]
 
+JITTER = 0.05  # of a task's depth, to each side
 ENOUGH = 0.95  # recall of the full cache below which a bench of recall says nothing
-Asked = Literal["in-prompt", "after"]
+Asked = Literal["after", "before"]
 
 
 @dataclass(frozen=True)
 class Options:
     """``lengths`` and ``depths``: of the heat map's grid, ``tasks``: of each of its cells.  ``texts``: rows of text,
-    ``text_length`` tokens each.  ``asked``: the question stands in the prompt, where a cache that looks at
-    queries sees it before it drops anything; or it comes ``after`` the prompt was read, token by token.  ``rows``: at
-    a time; ``chunk``: tokens of a row in one step."""
+    ``text_length`` tokens each.  ``rows``: at a time.
+
+    ``asked``: only ``after`` the prompt was read and cut, token by token; or the prompt tells ``before`` what will be
+    asked then, so that a cache that looks at queries can know what it will be good for (kvpress' query-agnostic and
+    query-aware).  ``chunk``: tokens of a row in one step, and between two cuts of a policy that ranks: it holds up to
+    so many more than its budget in between.
+    """
 
     kinds: tuple[Kind, ...] = KINDS
     lengths: tuple[int, ...] = (128, 256, 512)
@@ -50,9 +56,9 @@ class Options:
     tasks: int = 8
     texts: int = 8
     text_length: int = 512
-    asked: Asked = "in-prompt"
+    asked: Asked = "after"
     rows: int = 8
-    chunk: int = 64
+    chunk: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -187,25 +193,23 @@ def _run(engine: Engine, requests: Sequence[int]) -> dict[int, list[int]]:
 # ---------------------------------------------------------------- tasks
 
 
-def answers(engine: Engine, tasks: Sequence[Task], asked: Asked = "in-prompt") -> list[list[int]]:
+def answers(engine: Engine, tasks: Sequence[Task]) -> list[list[int]]:
     """What the engine answers to each task, greedily, ``task.room`` tokens each; all tasks are submitted at once."""
-    requests = [_ask(engine, task, asked) for task in tasks]
+    requests = [_ask(engine, task) for task in tasks]
     found = _run(engine, requests)
-    skipped = [len(task.question) if asked == "after" else 0 for task in tasks]
-    return [found[request][skip:] for request, skip in zip(requests, skipped, strict=True)]
+    return [found[request][len(task.question) :] for request, task in zip(requests, tasks, strict=True)]
 
 
-def _ask(engine: Engine, task: Task, asked: Asked) -> int:
-    plain: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-    if asked == "in-prompt":
-        return engine.submit(task.prompt, Sampling(max_tokens=task.room, **plain))
-    prompt, every = task.context, range(engine.model.config.vocab)
+def _ask(engine: Engine, task: Task) -> int:
+    """The question's tokens are generated, each the only one that is allowed in its place."""
+    every, asked = range(engine.model.config.vocab), len(task.prompt)
 
     def allowed(tokens: Sequence[int]) -> Sequence[int]:
-        place = len(tokens) - len(prompt)
+        place = len(tokens) - asked
         return (task.question[place],) if place < len(task.question) else every
 
-    return engine.submit(prompt, Sampling(max_tokens=len(task.question) + task.room, allowed=allowed, **plain))
+    most = len(task.question) + task.room
+    return engine.submit(task.prompt, Sampling(max_tokens=most, temperature=0, ignore_eos=True, allowed=allowed))
 
 
 def cells(options: Options, kind: Kind) -> Iterator[tuple[int, float]]:
@@ -218,25 +222,35 @@ def cells(options: Options, kind: Kind) -> Iterator[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class Price:
-    """One cell: how much was found of what was hidden at ``depth`` of ``length`` tokens."""
+    """One cell: how much was found of what was hidden at ``depth`` of ``length`` tokens; ``budget``: what stayed of
+    the tokens that were read before the cache was cut for the last time."""
 
     kind: Kind
     length: int
     depth: float
     recall: float
     tasks: int
+    budget: int
 
 
 def measure(
     llm: LLM, variant: Variant, language: Language, kind: Kind, length: int, depth: float, options: Options
 ) -> Price:
     """One cell of one variant: ``options.tasks`` tasks, the same for every variant."""
-    tasks = [make_task(kind, language, length, depth, options.seed * 1_000_003 + n) for n in range(options.tasks)]
+    seeds = range(options.seed * 1_000_003, options.seed * 1_000_003 + options.tasks)
+    how: dict[str, Any] = {"align": options.chunk, "told": options.asked == "before"}
+    tasks = [make_task(kind, language, length, _near(depth, seed), seed, **how) for seed in seeds]
     rows = min(options.rows, len(tasks))
-    engine = engine_of(llm, variant, length, rows=rows, capacity=length, chunk=options.chunk)
+    read = max(len(task.prompt) for task in tasks)
+    engine = engine_of(llm, variant, read, rows=rows, capacity=length, chunk=options.chunk)
     try:
-        found = answers(engine, tasks, options.asked)
+        found = answers(engine, tasks)
     finally:
         engine.close()
     shares = [language.share(task.parts, answer) for task, answer in zip(tasks, found, strict=True)]
-    return Price(kind, length, depth, math.fsum(shares) / len(shares), len(shares))
+    return Price(kind, length, depth, math.fsum(shares) / len(shares), len(shares), variant.budget(read))
+
+
+def _near(depth: float, seed: int) -> float:
+    """Somewhere around the depth: what a policy keeps may hang on one position, and a cell should not."""
+    return min(1.0, max(0.0, depth + random.Random(seed).uniform(-JITTER, JITTER)))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvad.errors import DataError, SaveError, UsageError
+from kvad.errors import ConfigError, DataError, SaveError, UsageError
 from kvad.lab.bench import commit, machine
 from kvad.lab.plot import read_lines
 from kvad.lab.quality import ENOUGH, Options, cells, measure, price
@@ -168,7 +168,8 @@ def bench_quality(
     run = _Run(
         llm, language, texts, options, Lines(out / FILE if out else None, settings, overwrite=overwrite), progress
     )
-    run.total = len(variants) * (bool(texts) + sum(1 for kind in options.kinds for _ in cells(options, kind)))
+    run.count = len(variants)
+    run.total = run.count * (bool(texts) + sum(1 for kind in options.kinds for _ in cells(options, kind)))
     for variant in variants:
         run.variant(variant)
     return Result(
@@ -203,8 +204,20 @@ class _Run:
         self.said: list[tuple[Kind, int]] = [(kind, length) for kind in options.kinds for length in options.lengths]
         self.notes: list[str] = []
         self.done = self.total = 0
+        self.count = 1
 
     def variant(self, variant: Variant) -> None:
+        """All that is measured of it; a cache that cannot be for this model is noted, and the others go on."""
+        before = self.done
+        try:
+            self._measure(variant)
+        except ConfigError as error:
+            if variant.name == "full":
+                raise
+            self.notes.append(f"{variant.label}: not for this model: {error}")
+            self.done = before + self.total // self.count
+
+    def _measure(self, variant: Variant) -> None:
         if self.texts:
             self._text(variant)
             self._tick(f"{variant.label}: text")
@@ -239,7 +252,7 @@ class _Run:
         key = {**_key(variant), "measure": kind, "length": length, "depth": depth}
         if self.lines.find(**key) is None:
             found = measure(self.llm, variant, self.language, kind, length, depth, self.options)
-            self.lines.add({**key, "budget": variant.budget(length), "recall": found.recall, "tasks": found.tasks})
+            self.lines.add({**key, "budget": found.budget, "recall": found.recall, "tasks": found.tasks})
 
     def _judge(self) -> None:
         """Which lengths say something: those at which the full cache finds what is hidden."""

@@ -1,9 +1,9 @@
 """What a cache is asked to remember: needles in a haystack, one among many keys, chains of variables.
 
-In the manner of RULER (Hsieh et al. 2024): a haystack of whole lines, needles between two of them, a question at the
-end.  ``single`` hides one needle, ``many`` the same one among others like it, ``chain`` a variable that is reached
-over several links.  A :class:`Task` is a pure function of (kind, language, length, depth, seed), and so of the
-tokenizer that the language holds; its needle stands where ``at`` says.
+In the manner of RULER (Hsieh et al. 2024): a haystack of whole lines, needles between two of them, a question.
+``single`` hides one needle, ``many`` the same one among others like it, ``chain`` a variable that is reached over
+several links.  A :class:`Task` is a pure function of (kind, language, length, depth, seed), and so of the tokenizer
+that the language holds; its needle stands where ``at`` says.
 
 Two languages: :class:`Lookup`, for the models of ``runs/lookup-cpu.toml``, and :class:`English`, RULER's sentences in
 real text (``kvad.lab.sources``), for any checkpoint with a tokenizer.  No torch.
@@ -27,43 +27,44 @@ __all__ = ["KINDS", "English", "Kind", "Language", "Lookup", "Said", "Task", "la
 Kind = Literal["single", "many", "chain"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 LINKS = lookup.LINKS  # of a chain: so many names
-APART = 24  # tokens of haystack to each needle of many
-MOST_OTHERS = 40
+APART = 24  # tokens to each needle of many
+FEWEST_OTHERS, MOST_OTHERS = 3, 40
 SLACK = 8  # tokens of an English answer beyond what it must hold
 
 
 class Said(NamedTuple):
     """What is hidden and asked: ``needles`` in the order in which they must stand; ``parts``: what an answer holds.
 
-    ``asked``: the needle whose place is the depth, None where they are all needed.
+    ``asked``: the needle whose place is the depth, None where they are all needed.  ``told``: the question where it
+    stands in the prompt, and ``lead`` what then leads to the answer; ``question``: both in one, where nothing was told.
     """
 
     needles: tuple[str, ...]
     asked: int | None
+    told: str
+    lead: str
     question: str
     parts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Task:
-    """``prompt`` = ``context + question``; with the answer's ``room`` it has ``length`` tokens.
+    """``prompt``: what is read before the cache is cut for the last time: the ``context``, and the question in it where
+    it is told beforehand.  Then come the tokens of ``question``, one by one, and the answer in at most ``room`` more:
+    ``length`` tokens at most in all.
 
-    ``at``: where in the context each needle begins; ``depth``: the share of the haystack that stands before the asked
+    ``at``: where in the prompt each needle begins; ``depth``: the share of the haystack that stands before the asked
     one (of a chain: before the first)."""
 
     kind: Kind
     length: int
     depth: float
     seed: int
-    context: tuple[int, ...]
+    prompt: tuple[int, ...]
     question: tuple[int, ...]
     parts: tuple[str, ...]
     room: int
     at: tuple[int, ...]
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        return self.context + self.question
 
 
 class Language(Protocol):
@@ -76,6 +77,10 @@ class Language(Protocol):
 
     def lines(self, seed: int) -> Iterator[str]:
         """Of the haystack, without end."""
+        ...
+
+    def others(self, length: int) -> int:
+        """How many needles stand beside the asked one of ``many``."""
         ...
 
     def say(self, kind: Kind, seed: int, others: int) -> Said: ...
@@ -106,6 +111,9 @@ class Lookup:
             yield lookup.NOISE[start % len(lookup.NOISE)]
             start += 1
 
+    def others(self, length: int) -> int:
+        return min(MOST_OTHERS, max(FEWEST_OTHERS, length // APART))
+
     def say(self, kind: Kind, seed: int, others: int) -> Said:
         rng = random.Random(seed)
         keys, value = rng.sample(lookup.KEYS, others + LINKS + 1), rng.choice(lookup.VALUES)
@@ -113,11 +121,13 @@ class Lookup:
             names = keys[:LINKS]
             bound = [value, *names]
             needles = tuple(f"{key} {to}" for key, to in zip(names, bound, strict=False))
-            return Said(needles, None, f"? {names[-1]}", (*reversed(names[:-1]), value))
+            asked_for = f"? {names[-1]}"
+            return Said(needles, None, asked_for, asked_for, asked_for, (*reversed(names[:-1]), value))
         needles = tuple(f"{key} {rng.choice(lookup.VALUES)}" for key in keys[1 : others + 1])
         asked = rng.randrange(others + 1)
         needles = (*needles[:asked], f"{keys[0]} {value}", *needles[asked:])
-        return Said(needles, asked, f"? {keys[0]}", (value,))
+        asked_for = f"? {keys[0]}"
+        return Said(needles, asked, asked_for, asked_for, asked_for, (value,))
 
     def room(self, parts: Sequence[str]) -> int:
         return len(parts)
@@ -147,27 +157,28 @@ class English:
             yield self._lines[start % len(self._lines)] + "\n"
             start += 1
 
+    def others(self, length: int) -> int:
+        return FEWEST_OTHERS  # RULER's
+
     def say(self, kind: Kind, seed: int, others: int) -> Said:
         rng = random.Random(seed)
         if kind == "chain":
             names, value = _drawn(rng, LINKS, _variable), _number(rng)
             bound = [value, *(f"VAR {name}" for name in names)]
             needles = tuple(f"VAR {name} = {to}\n" for name, to in zip(names, bound, strict=False))
-            question = (
-                f"Question: Find all variables that are assigned the value {value} in the text above. Answer: "
-                f"According to the chain(s) of variable assignment in the text above, {LINKS} variables are assigned "
-                f"the value {value}, they are:"
+            told = f"Question: Find all variables that are assigned the value {value} in the text above."
+            lead = (
+                " Answer: According to the chain(s) of variable assignment in the text above, "
+                f"{LINKS} variables are assigned the value {value}, they are:"
             )
-            return Said(needles, None, question, tuple(names))
+            return Said(needles, None, told, lead, told + lead, tuple(names))
         names = _drawn(rng, others + 1, lambda rng: f"{rng.choice(_ADJECTIVES)}-{rng.choice(_NOUNS)}")
         numbers = _drawn(rng, others + 1, _number)
         needles = tuple(_needle(name, number) for name, number in zip(names, numbers, strict=True))
         asked = rng.randrange(others + 1)
-        question = (
-            f"What is the special magic number for {names[asked]} mentioned in the provided text? The special magic "
-            f"number for {names[asked]} mentioned in the provided text is:"
-        )
-        return Said(needles, asked, question, (numbers[asked],))
+        what = f"special magic number for {names[asked]} mentioned in the provided text"
+        told, lead = f"What is the {what}?", f" The {what} is:"
+        return Said(needles, asked, told, lead, told + lead, (numbers[asked],))
 
     def room(self, parts: Sequence[str]) -> int:
         return len(self.encode(", ".join(parts))) + SLACK
@@ -207,26 +218,41 @@ def _knows_lookup(tokenizer: Tokenizer) -> bool:
     return True
 
 
-def make_task(kind: Kind, language: Language, length: int, depth: float, seed: int) -> Task:
-    """A task of ``length`` tokens, answer included; UsageError where needles and question do not fit in so many."""
+def make_task(
+    kind: Kind, language: Language, length: int, depth: float, seed: int, *, align: int = 1, told: bool = False
+) -> Task:
+    """A task of at most ``length`` tokens, answer included; UsageError where needles and question do not fit.
+
+    ``told``: the prompt ends in the question.  Its length is a multiple of ``align`` where it is as long as that: a
+    cache that cuts every so many tokens does so right behind it.
+    """
     own = hash_of(kind, language.name, length, round(1000 * depth), seed)
-    others = min(MOST_OTHERS, max(3, length // APART)) if kind == "many" else 0
-    said = language.say(kind, own, others)
+    said = language.say(kind, own, language.others(length) if kind == "many" else 0)
     needles = [language.encode(needle) for needle in said.needles]
-    question, room = language.encode(said.question), language.room(said.parts)
-    hay = length - len(language.opening) - sum(map(len, needles)) - len(question) - room
+    before = language.encode(said.told) if told else []
+    question, room = language.encode(said.lead if told else said.question), language.room(said.parts)
+    fixed = len(language.opening) + sum(map(len, needles)) + len(before)
+    most = length - room - len(question)
+    hay = (most // align * align or most) - fixed
     if hay < 0:
         raise UsageError(
-            f"a {kind} task does not fit in {length} tokens: needles, question and answer take {length - hay}",
+            f"a {kind} task does not fit in {length} tokens: needles, question and answer take "
+            f"{fixed + len(question) + room}",
             "ask for longer ones with --lengths",
         )
     lines = _haystack(language, own, hay)
     cuts = _cuts(len(needles), said.asked, depth, random.Random(own))
-    context, at, before = _hidden(lines, needles, cuts)
-    real = before[said.asked or 0] / hay if hay else 0.0
+    context, at, passed = _hidden(lines, needles, cuts)
+    real = passed[said.asked or 0] / hay if hay else 0.0
     opening = language.opening
     places = tuple(place + len(opening) for place in at)
-    return Task(kind, length, real, seed, (*opening, *context), tuple(question), said.parts, room, places)
+    prompt = (*opening, *context, *before)
+    return Task(kind, length, real, seed, prompt, tuple(question), said.parts, room, places)
+
+
+def hash_of(*parts: object) -> int:
+    """A seed that is a function of the parts, on every machine."""
+    return random.Random("\0".join(map(str, parts))).getrandbits(48)
 
 
 def _hidden(
@@ -246,11 +272,6 @@ def _hidden(
         before.append(edge)
         context += needle
     return context + hay[before[-1] :], at, before
-
-
-def hash_of(*parts: object) -> int:
-    """A seed that is a function of the parts, on every machine."""
-    return random.Random("\0".join(map(str, parts))).getrandbits(48)
 
 
 def _haystack(language: Language, seed: int, size: int) -> list[list[int]]:

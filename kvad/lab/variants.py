@@ -7,40 +7,45 @@ else asks :func:`engine_of`.  ``full`` is the cache as it is; a precision is a v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvad.cache.sizing import DTYPE_BYTES, CacheConfig
+from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
-from kvad.errors import UsageError, nearest
+from kvad.errors import ConfigError, UsageError, nearest
 from kvad.llm import LLM
 
 __all__ = ["POLICIES", "RATIOS", "Variant", "engine_of", "known_variants", "variants_of"]
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)
 SINKS = 4
+WATCHED = 16  # queries that SnapKV looks at: of a short row its own 32 would be most of the budget
+FORMATS = ("bfloat16", "float16", "fp8-e4m3", "int8", "int4")  # of keys and values; those that the cache knows
 
-# What stands in CacheConfig.policy for a budget of n tokens.
-POLICIES: dict[str, Callable[[int], str]] = {
-    "window": lambda n: f"window({n})",
-    "sinks": lambda n: f"sinks({SINKS},{max(1, n - SINKS)})",
-    "truncate": lambda n: f"truncate({n})",
-    "heavy-hitters": lambda n: f"heavy-hitters({n})",
-    "snapkv": lambda n: f"snapkv({n})",
-    "tova": lambda n: f"tova({n})",
-    "norm": lambda n: f"norm({n})",
-    "random": lambda n: f"random({n})",
+Fields = Callable[[int, int], Mapping[str, Any]]  # (tokens of a row, of a step) -> fields of a CacheConfig
+
+# What stands in CacheConfig.policy for a budget of n tokens, where a policy that ranks cuts every so many.
+POLICIES: dict[str, Callable[[int, int], str]] = {
+    "window": lambda n, every: f"window({n})",
+    "sinks": lambda n, every: f"sinks({SINKS}, {max(1, n - SINKS)})",
+    "truncate": lambda n, every: f"truncate({n}, block=1)",
+    "heavy-hitters": lambda n, every: f"heavy-hitters({n}, every={every})",
+    "snapkv": lambda n, every: f"snapkv({n}, every={every}, window={min(WATCHED, every, n)})",
+    "tova": lambda n, every: f"tova({n}, every={every})",
+    "norm": lambda n, every: f"norm({n}, every={every})",
+    "random": lambda n, every: f"random({n}, every={every})",
 }
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``ratio``: the share of a row's cache that is dropped; ``fields``: what is set for a row of ``length`` tokens."""
+    """``ratio``: the share of a row's cache that is dropped; ``fields``: what is set, given a row's length and a
+    step's."""
 
     name: str
     ratio: float
-    fields: Callable[[int], Mapping[str, Any]]
+    fields: Fields
 
     def budget(self, length: int) -> int:
         """Tokens that stay of a row of so many."""
@@ -56,9 +61,9 @@ def budget_of(ratio: float, length: int) -> int:
 
 
 def known_variants() -> list[str]:
-    """Names that this build can make: ``full``, precisions, and policies where the cache has them."""
-    policies = list(POLICIES) if "policy" in {field.name for field in fields(CacheConfig)} else []
-    return ["full", *DTYPE_BYTES, *policies]
+    """``full``, the precisions and the policies that this build's cache knows."""
+    formats = [name for name in FORMATS if _accepted({"dtype": name})]
+    return ["full", *formats, *(name for name, said in POLICIES.items() if _accepted({"policy": said(64, 16)}))]
 
 
 def variants_of(names: Sequence[str], ratios: Sequence[float] = RATIOS) -> list[Variant]:
@@ -66,24 +71,36 @@ def variants_of(names: Sequence[str], ratios: Sequence[float] = RATIOS) -> list[
     for ratio in ratios:
         if not 0 < ratio < 1:
             raise UsageError(f"ratio {ratio:g}: the share that is dropped lies between 0 and 1")
-    known = known_variants()
-    found = [Variant("full", 0.0, lambda _length: {})]
+    found = [Variant("full", 0.0, fields_of("full"))]
     for name in dict.fromkeys(names):
-        if name not in known:
-            raise UsageError(f"unknown cache {name!r}", nearest(name, known))
-        if name in DTYPE_BYTES:
-            found.append(Variant(name, 0.0, partial(_stored, name)))
+        if name in POLICIES and name in known_variants():
+            found += [Variant(name, ratio, fields_of(name, ratio)) for ratio in ratios]
         elif name != "full":
-            found += [_dropping(name, ratio) for ratio in ratios]
+            found.append(Variant(name, 0.0, fields_of(name)))
     return found
 
 
-def _stored(dtype: str, _length: int) -> dict[str, Any]:
-    return {"dtype": dtype}
+def fields_of(name: str, ratio: float = 0.0) -> Fields:
+    """What makes the cache of this name.  UsageError for a name that is none, or that this build's cache lacks."""
+    if name == "full":
+        return lambda _length, _every: {}
+    if name in POLICIES and name in known_variants():
+        return partial(_dropping, name, ratio)
+    if not _accepted({"dtype": name}):
+        raise UsageError(f"unknown cache {name!r}", nearest(name, known_variants()))
+    return lambda _length, _every: {"dtype": name}
 
 
-def _dropping(name: str, ratio: float) -> Variant:
-    return Variant(name, ratio, lambda length: {"policy": POLICIES[name](budget_of(ratio, length))})
+def _dropping(name: str, ratio: float, length: int, every: int) -> dict[str, Any]:
+    return {"policy": POLICIES[name](budget_of(ratio, length), every)}
+
+
+def _accepted(fields: Mapping[str, Any]) -> bool:
+    try:
+        CacheConfig(capacity=1, **fields)
+    except (ConfigError, TypeError):  # a value, or a field, that this build's cache does not know
+        return False
+    return True
 
 
 def engine_of(llm: LLM, variant: Variant, length: int, *, rows: int, capacity: int, chunk: int) -> Engine:
@@ -99,8 +116,9 @@ def engine_of(llm: LLM, variant: Variant, length: int, *, rows: int, capacity: i
         "chunk": min(chunk, capacity),
         "prefix": False,
     }
-    made = {**base, **variant.fields(length)}
-    for name in made:
-        if name not in {field.name for field in fields(CacheConfig)}:
-            raise UsageError(f"{variant.label}: this build's cache has no {name}", "kvad bench cache-quality --help")
-    return Engine(llm.model, CacheConfig(**made), tokenizer=None, budget=rows * base["chunk"])
+    made = {**base, **variant.fields(length, base["chunk"])}
+    try:
+        config = CacheConfig(**made)
+    except TypeError as error:
+        raise UsageError(f"{variant.label}: this build's cache cannot: {error}") from None
+    return Engine(llm.model, config, tokenizer=None, budget=rows * base["chunk"])

@@ -1,0 +1,470 @@
+"""kvad bench cache-quality and endless: what is hidden, what is found, and that a cache that forgets is seen to."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvad.cache.memory import Memory
+from kvad.cache.sizing import CacheConfig
+from kvad.checkpoint.native import save
+from kvad.engine.engine import Piece
+from kvad.errors import DataError, UsageError
+from kvad.lab import lookup, quality_run
+from kvad.lab.endless import bench_endless, reference
+from kvad.lab.quality import ENOUGH, Options, answers, measure, price
+from kvad.lab.quality_run import FILE, bench_quality, text_rows
+from kvad.lab.tasks import KINDS, English, Lookup, language_of, make_task
+from kvad.lab.variants import POLICIES, Variant, engine_of, fields_of, known_variants, variants_of
+from kvad.llm import LLM
+from kvad.text.tokenizer import train_tokenizer
+from lab.looker import make_looker
+from tests.cli.checkpoint import run, write_model
+from tests.models import build, model_config
+
+FULL = variants_of([])[0]
+SMALL = Options(lengths=(40, 48), depths=(0.0, 1.0), tasks=2, texts=1, text_length=40, chunk=32)
+NEEDLES = replace(SMALL, kinds=("single",))
+BYTES = train_tokenizer("byte", [])
+VOCAB = 300
+LINES = [f"Line {number} of a text that nobody wrote.\n" for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def looker():
+    model, tokenizer = make_looker()
+    return LLM(model, tokenizer, CacheConfig(rows=1, capacity=512))
+
+
+@pytest.fixture(scope="module")
+def spoken(looker):
+    return language_of("auto", looker.tokenizer, list, [looker.tokenizer.specials.separator])
+
+
+def forget(monkeypatch, share):
+    """From now on an engine's memory loses ``share`` of what is older than four tokens, at every step anew."""
+    rng = torch.Generator().manual_seed(0)
+
+    class Forgetful(Memory):
+        def open(self, step):
+            for positions in self.positions:
+                lost = torch.rand(positions.shape, generator=rng) < share
+                positions[lost & (positions < step.positions.min() - 4)] = -1
+            return super().open(step)
+
+    monkeypatch.setattr("kvad.engine.engine.Memory", Forgetful)
+
+
+# ---------------------------------------------------------------- the language
+
+
+def test_episodes_are_a_function_of_the_seed():
+    one, again, other = (list(lookup.episodes(2000, 200, seed)) for seed in (1, 1, 2))
+    assert one == again != other
+    assert sum(len(text.split()) for text in one) >= 2000
+    assert all(lookup.SHORTEST <= len(text.split()) <= 200 for text in one)
+    assert {word for text in one for word in text.split()} <= set(lookup.vocabulary())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_question_is_answered_by_what_was_said_once(seed):
+    words, bound, questions = lookup.episode(400, seed).split(), {}, 0
+    at = 0
+    while at + lookup.LINKS + 2 < len(words):
+        if words[at] == "?":
+            at += 2
+            asked = words[at - 1]
+            while asked in bound:
+                assert words[at] == bound[asked]
+                asked, at = words[at], at + 1
+            assert asked in lookup.VALUES
+            questions += 1
+        elif words[at] in lookup.KEYS:
+            assert words[at] not in bound, "a key is bound once"
+            bound[words[at]] = words[at + 1]
+            at += 2
+        else:
+            at += 1
+    assert questions
+
+
+# ---------------------------------------------------------------- tasks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["lookup", "english"])
+def test_a_task_is_a_function_of_its_seed(kind, name, spoken):
+    language = spoken if name == "lookup" else English(BYTES, LINES)
+    length = 96 if name == "lookup" else 1500
+    one, again, other = (make_task(kind, language, length, 0.5, seed) for seed in (1, 1, 2))
+    assert one == again
+    assert one.prompt != other.prompt and one.parts != other.parts
+    assert len(one.prompt) + len(one.question) + one.room == length
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("kind", ["single", "many"])
+def test_the_needle_stands_at_its_depth(kind, depth, spoken):
+    task = make_task(kind, spoken, 256, depth, 7)
+    opening, key = spoken.opening, task.question[-1]
+    needle = (key, *spoken.encode(task.parts[0]))
+    (at,) = [at for at in task.at if task.prompt[at : at + 2] == needle]
+    others = 2 * task.at.index(at)
+    hay = 256 - len(opening) - 2 * len(task.at) - len(task.question) - task.room
+    assert task.depth == (at - len(opening) - others) / hay
+    assert abs(task.depth - depth) <= 5 / hay, "nearest edge of a sentence"
+    assert task.prompt[: len(opening)] == opening
+    assert task.prompt.count(key) == 1
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_cut_comes_right_behind_what_was_read(spoken, told):
+    task = make_task("many", spoken, 100, 0.5, 3, align=16, told=told)
+    assert len(task.prompt) == 96 and len(task.prompt) + len(task.question) + task.room <= 100
+    assert (task.prompt[-2:] == task.question) is told
+    assert len(make_task("many", spoken, 100, 0.5, 3, align=128, told=told).prompt) == 97
+
+
+def test_many_hides_the_asked_one_among_others(spoken):
+    task = make_task("many", spoken, 240, 0.5, 3)
+    keys = [task.prompt[at] for at in task.at]
+    assert len(set(keys)) == len(keys) == 11 and task.question[-1] in keys
+    assert list(task.at) == sorted(task.at)
+
+
+def test_a_chain_leads_from_the_question_to_the_value(spoken):
+    task = make_task("chain", spoken, 96, 0.25, 5)
+    told = {task.prompt[at]: task.prompt[at + 1] for at in task.at}
+    found, word = [], task.question[-1]
+    while word in told:
+        word = told[word]
+        found.append(word)
+    assert found == spoken.encode(" ".join(task.parts)) and len(found) == lookup.LINKS
+    assert task.depth == pytest.approx(0.25, abs=0.1)
+
+
+def test_english_needles_stand_between_lines():
+    language = English(BYTES, LINES)
+    task = make_task("single", language, 1500, 0.5, 1)
+    (at,), text = task.at, BYTES.decode(list(task.prompt))
+    needle = BYTES.decode(list(task.prompt[at:])).split("\n")[0]
+    assert needle.startswith("One of the special magic numbers for ") and task.parts[0] in needle
+    assert BYTES.decode(list(task.prompt[:at])).endswith(".\n") and text.count("magic") == 1
+    name = needle.split(" for ")[1].split(" is:")[0]
+    assert name in BYTES.decode(list(task.question))
+
+
+def test_what_does_not_fit_is_refused(spoken):
+    with pytest.raises(UsageError, match=r"a many task does not fit in 8 tokens: .* take 1\d"):
+        make_task("many", spoken, 8, 0.5, 0)
+
+
+def test_shares():
+    language = English(BYTES, LINES)
+    assert language.share(("1234567",), BYTES.encode(" 1234567. And so on")) == 1
+    assert language.share(("ABCDE", "FGHIJ", "KLMNO", "PQRST"), BYTES.encode("ABCDE, KLMNO, XXXXX")) == 0.5
+    words = train_tokenizer("word", [" ".join(lookup.vocabulary())])
+    asked = Lookup(words)
+    assert asked.share(("k1", "v2"), words.encode("k1 v2 the")) == 1
+    assert asked.share(("k1", "v2"), words.encode("k1 v3")) == asked.share(("k1", "v2"), words.encode("k1")) == 0
+
+
+def test_which_language(spoken):
+    assert isinstance(spoken, Lookup)
+    assert isinstance(language_of("auto", BYTES, lambda: LINES), English)
+    with pytest.raises(UsageError, match="does not know the words of the lookup language"):
+        language_of("lookup", BYTES, list)
+    with pytest.raises(UsageError, match="unknown language"):
+        language_of("danish", BYTES, list)
+    with pytest.raises(DataError, match="no lines"):
+        language_of("english", BYTES, lambda: [" \n"])
+
+
+# ---------------------------------------------------------------- measures
+
+
+class FakeEngine:
+    """Answers every task with the same words, whatever the cache; remembers what it was given."""
+
+    def __init__(self, said):
+        self.said, self.submitted, self.pieces = said, [], []
+        self.model = SimpleNamespace(config=SimpleNamespace(vocab=VOCAB))
+
+    def submit(self, tokens, sampling):
+        number = len(self.submitted)
+        self.submitted.append((tokens, sampling))
+        self.pieces += [Piece(number, 0, token=token) for token in self.said]
+        return number
+
+    @property
+    def idle(self):
+        return not self.pieces
+
+    def step(self):
+        return [self.pieces.pop(0)]
+
+
+def test_answers_of_a_fake_model(spoken):
+    tasks = [make_task("single", spoken, 64, 0.5, seed) for seed in range(3)]
+    right = spoken.encode(tasks[1].parts[0])
+    engine = FakeEngine([*tasks[1].question, *right])
+    shares = [spoken.share(task.parts, said) for task, said in zip(tasks, answers(engine, tasks), strict=True)]
+    assert shares == [float(task.parts == tasks[1].parts) for task in tasks] and shares[1] == 1
+    for task, (tokens, sampling) in zip(tasks, engine.submitted, strict=True):
+        said = [*tokens]
+        for token in task.question:
+            assert sampling.allowed(said) == (token,), "the question is put in its mouth"
+            said.append(token)
+        assert tokens == task.prompt and len(sampling.allowed(said)) == VOCAB
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_full_cache_finds_everything(looker, spoken, kind, asked):
+    found = measure(looker, FULL, spoken, kind, 96, 0.5, replace(SMALL, asked=asked, tasks=4, rows=2))
+    assert found.recall == 1 > ENOUGH and found.tasks == 4
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_a_cache_that_forgets_finds_less(looker, spoken, asked, monkeypatch):
+    options = replace(SMALL, asked=asked, tasks=8, chunk=16)
+    found = []
+    for share in (0.0, 0.08, 0.5):
+        forget(monkeypatch, share)
+        found.append(measure(looker, FULL, spoken, "single", 96, 0.2, options).recall)
+    assert found[0] == 1 > found[1] > found[2] == 0
+
+
+def test_the_price_of_a_text(looker, spoken, monkeypatch):
+    texts = [[*spoken.opening, *spoken.encode(lookup.episode(60, seed))] for seed in range(2)]
+    full = price(looker, FULL, texts, 16)
+    assert full.ratio == pytest.approx(1, abs=1e-4) and full.kl < 1e-5 and full.agree == 1
+    assert full.tokens == sum(map(len, texts)) - 2
+    total = -sum(looker.score(text).total for text in texts)
+    assert full.perplexity == pytest.approx(math.exp(total / full.tokens), rel=1e-4)
+    (half,) = variants_of(["bfloat16"])[1:]
+    stored = price(looker, half, texts, 16)
+    forget(monkeypatch, 0.3)
+    lost = price(looker, FULL, texts, 16)
+    assert stored.kl < lost.kl and lost.ratio > 1.1 and lost.agree < 1
+
+
+def test_variants():
+    assert [one.label for one in variants_of(["full", "bfloat16"], (0.5,))] == ["full", "bfloat16"]
+    assert Variant("x", 0.875, fields_of("full")).budget(512) == 64
+    assert {"full", "bfloat16"} <= set(known_variants())
+    assert all(len(variants_of([name], (0.5, 0.75))) == 3 for name in POLICIES if name in known_variants())
+    with pytest.raises(UsageError, match="unknown cache 'bfloat61'"):
+        variants_of(["bfloat61"])
+    with pytest.raises(UsageError, match="between 0 and 1"):
+        variants_of(["full"], (1.0,))
+
+
+# ---------------------------------------------------------------- the bench
+
+
+def bench(llm, language, out, names=("bfloat16",), options=NEEDLES, **more):
+    texts = [[*language.opening, *language.encode(lookup.episode(39, seed))] for seed in range(options.texts)]
+    return bench_quality(llm, variants_of(names), language, texts, options, out=out, **more)
+
+
+def test_a_line_per_measurement_and_a_row_per_cache(looker, spoken, tmp_path):
+    seen = []
+    result = bench(looker, spoken, tmp_path, options=SMALL, progress=lambda *what: seen.append(what))
+    lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    assert len(lines) == len(result.lines) == 2 * (1 + 2 * 2 * 2 + 2)
+    assert seen[-1][1] == seen[-1][2] == len(lines)
+    assert {line["cache"] for line in lines} == {"full", "bfloat16"} and all(line["digest"] for line in lines)
+    assert not result.notes and [row.cache for row in result.summary] == ["full", "bfloat16"]
+    assert all(row.recall == {"single": 1, "many": 1, "chain": 1} for row in result.summary)
+
+
+def test_a_bench_goes_on_where_it_stopped(looker, spoken, tmp_path, monkeypatch):
+    whole = bench(looker, spoken, tmp_path).summary
+    path = tmp_path / FILE
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:4]) + "\n" + lines[4][:30])  # stopped in the middle of a line
+    measured = []
+
+    def counted(*given):
+        measured.append(given)
+        return measure(*given)
+
+    monkeypatch.setattr(quality_run, "measure", counted)
+    assert bench(looker, spoken, tmp_path).summary == whole
+    assert len(measured) == len(lines) - 4 - 1, "one of the lines that were missing is a text's"
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [json.loads(line) for line in lines]
+
+
+def test_another_models_lines_are_not_gone_on_from(looker, spoken, tmp_path):
+    bench(looker, spoken, tmp_path, ())
+    with pytest.raises(UsageError, match="was measured with other options"):
+        bench(looker, spoken, tmp_path, (), replace(NEEDLES, seed=1))
+    bench(looker, spoken, tmp_path, (), replace(NEEDLES, seed=1), overwrite=True)
+    other = LLM(build(looker.model.config, dtype=torch.float32), looker.tokenizer, looker.cache)
+    with pytest.raises(UsageError, match="was measured with another model"):
+        bench(other, spoken, tmp_path, (), replace(NEEDLES, seed=1))
+
+
+def test_a_model_that_finds_nothing_says_nothing(looker, spoken):
+    blind = LLM(build(looker.model.config, dtype=torch.float32), looker.tokenizer, looker.cache)
+    result = bench(blind, spoken, None, options=SMALL)
+    assert result.said == () and len(result.notes) == len(KINDS)
+    assert "the full cache finds 0.00 at 40, 0.00 at 48 tokens, not more than 0.95" in result.notes[0]
+    full, half = result.summary
+    assert full.recall["single"] == 0 and half.recall["single"] is None and half.perplexity is not None
+
+
+def test_a_cache_that_cannot_be_for_this_model_is_noted(looker, spoken):
+    odd = Variant("odd", 0.5, lambda _length, _every: {"layout": "round"})
+    result = bench_quality(looker, [FULL, odd], spoken, [], NEEDLES)
+    assert len(result.notes) == 1 and result.notes[0].startswith("odd 0.5: not for this model: cache.layout: 'round'")
+    assert result.summary[0].recall == {"single": 1} and result.summary[1].recall == {"single": None}
+
+
+def test_lengths_beyond_the_limit(looker, spoken):
+    with pytest.raises(UsageError, match=r"2,048 tokens is beyond the model's limit of 1,024"):
+        bench(looker, spoken, None, (), replace(SMALL, lengths=(2048,)))
+
+
+def test_a_field_that_the_cache_lacks_is_named(looker):
+    with pytest.raises(UsageError, match=r"new 0.5: this build's cache cannot: .*'telepathy'"):
+        engine_of(looker, Variant("new", 0.5, lambda _length, _every: {"telepathy": 1}), 8, rows=1, capacity=8, chunk=8)
+
+
+def test_rows_of_text():
+    language = English(BYTES, LINES)
+    rows = text_rows(language, LINES, [1], 3, 50)
+    assert [len(row) for row in rows] == [50] * 3 and {row[0] for row in rows} == {1}
+    assert (
+        rows[0][1:] == language.encode("\n".join(LINES))[:49] and rows[2][1:] == language.encode("\n".join(LINES))[-49:]
+    )
+    with pytest.raises(DataError, match="more --text"):
+        text_rows(language, ["short"], [], 1, 50)
+
+
+# ---------------------------------------------------------------- endless
+
+
+@pytest.fixture(scope="module")
+def talker():
+    return LLM(build(model_config(), dtype=torch.float32), None, CacheConfig(rows=1, capacity=64))
+
+
+def test_a_stream_within_the_limit_costs_what_its_windows_cost(talker):
+    tokens = torch.randint(0, 60, (96,), generator=torch.Generator().manual_seed(0)).tolist()
+    seen = []
+    result = bench_endless(talker, FULL, tokens, span=32, chunk=8, progress=lambda *what: seen.append(what))
+    assert [(one.start, one.stop) for one in result.spans] == [(0, 32), (32, 64), (64, 96)]
+    assert result.flatness == pytest.approx(1, abs=1e-4) and result.mean == pytest.approx(1, abs=1e-4)
+    assert result.raw > 1.01, "the text is not equally hard everywhere"
+    assert seen[-1] == ("reference", 96, 96)
+
+
+def test_a_stream_that_forgets_more_and_more_is_not_flat(talker, monkeypatch):
+    tokens = torch.randint(0, 60, (96,), generator=torch.Generator().manual_seed(0)).tolist()
+    forget(monkeypatch, 0.5)
+    result = bench_endless(talker, FULL, tokens, span=32, chunk=4)
+    assert result.flatness > 1.01 and result.worst >= result.mean
+
+
+def test_the_reference_is_computed_from_windows(talker):
+    limit = talker.model.config.limit
+    tokens = torch.randint(0, 60, (3 * limit + 5,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = reference(talker, tokens)
+    end = 2 * limit
+    for at in (end - 1, end - limit // 4):  # the last and the first that this window scores
+        said = talker.logits(tokens[end - limit : end]).double().log_softmax(-1)
+        assert found[at] == pytest.approx(float(said[limit - 1 - (end - at), tokens[at]]), abs=1e-4)
+    assert found[0] == 0 and bool((found[1:] < 0).all())
+    assert torch.allclose(reference(talker, tokens[:limit]), found[:limit], atol=1e-4)
+
+
+def test_a_stream_of_less_than_two_spans(talker):
+    with pytest.raises(UsageError, match="less than two spans of 100"):
+        bench_endless(talker, FULL, list(range(60)), span=100)
+
+
+# ---------------------------------------------------------------- the commands
+
+
+@pytest.fixture(scope="module")
+def checkpoint(looker, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("looker") / "model"
+    save(folder, looker.model.config, looker.model.state_dict(), looker.tokenizer)
+    return folder
+
+
+FEW = ("--lengths", "40,48", "--depths", "0,1", "--tasks", 1, "--texts", 1, "--caches", "bfloat16", "--chunk", 32)
+
+
+def test_the_command_writes_lines_and_figures(checkpoint, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    ran = run(capsys, "bench", "cache-quality", checkpoint, *FEW, "--out", tmp_path / "out")
+    assert ran.code == 0 and "language lookup" in ran.out and "bfloat16" in ran.out
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {FILE, "cache-quality.json", "cache-quality-single.svg", "cache-quality-many.png"} <= names
+    drawn = (tmp_path / "out" / "cache-quality-single.svg").read_text()
+    assert "<svg" in drawn and "recall of single" in drawn and "bfloat16" in drawn
+    again = run(capsys, "bench", "cache-quality", checkpoint, *FEW, "--out", tmp_path / "out", "--json")
+    result = json.loads(again.out)
+    assert result["summary"][0]["recall"] == {"single": 1, "many": 1, "chain": 1} and result["language"] == "lookup"
+
+
+def test_the_command_asks_another_model_in_english(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(LINES))
+    model = write_model(tmp_path / "model", limit=700)
+    asked = ("--lengths", 500, "--kinds", "single", "--depths", 0.5, "--tasks", 1, "--texts", 1, "--text", text)
+    ran = run(capsys, "bench", "cache-quality", model, *asked, "--text-length", 64, "--caches", "full")
+    assert ran.code == 0 and "language english" in ran.out
+    assert "kvad: single: the full cache finds 0.00 at 500 tokens" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--caches", "fulll"), "unknown cache 'fulll'"),
+        (("--ratios", "0.5,x"), "--ratios: '0.5,x' is not a list of numbers"),
+        (("--ratios", "2"), "between 0 and 1"),
+        (("--kinds", "singel"), "unknown task 'singel'"),
+        (("--depths", "1.5"), "from 0 to 1"),
+        (("--lengths", "4096"), "beyond the model's limit"),
+        (("--lengths", "6", "--caches", "full"), "does not fit in 6 tokens"),
+        (("--tasks", 0), "at least 1"),
+    ],
+)
+def test_what_the_command_refuses(checkpoint, capsys, arguments, said):
+    ran = run(capsys, "bench", "cache-quality", checkpoint, "--texts", 0, *arguments)
+    assert ran.code == 2 and said in ran.err and "Traceback" not in ran.err
+
+
+def test_the_endless_command(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(LINES))
+    model = write_model(tmp_path / "model")
+    asked = ("--cache", "full", "--tokens", 90, "--span", 30, "--text", text)
+    ran = run(capsys, "bench", "endless", model, *asked, "--out", tmp_path / "out")
+    assert ran.code == 0 and "flatness 1.0000" in ran.out
+    lines = [json.loads(line) for line in (tmp_path / "out" / "bench-endless.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 and lines[2]["stop"] == 90 and lines[0]["ratio"] == pytest.approx(1, abs=1e-4)
+    assert json.loads(run(capsys, "bench", "endless", model, *asked, "--json").out)["limit"] == 96
+    long = run(capsys, "bench", "endless", model, "--cache", "full", "--tokens", 100_000, "--text", text)
+    assert long.code == 2 and "name more with --text" in long.err
+    past = run(capsys, "bench", "endless", model, "--cache", "full", "--tokens", 200, "--span", 50, "--text", text)
+    assert past.code == 2 and "limit" in past.err
+    assert run(capsys, "bench", "endless", model, "--cache", "windw").code == 2
+
+
+def test_corpora(tmp_path, capsys):
+    ran = run(capsys, "corpus", "lookup", tmp_path / "a", "--words", 500, "--json")
+    told = json.loads(ran.out)
+    assert ran.code == 0 and told["texts"] == len((tmp_path / "a" / "texts.txt").read_text().splitlines())
+    run(capsys, "corpus", "lookup", tmp_path / "b", "--words", 500)
+    assert (tmp_path / "a" / "texts.txt").read_bytes() == (tmp_path / "b" / "texts.txt").read_bytes()
+    again = run(capsys, "corpus", "lookup", tmp_path / "b")
+    assert again.code == 2 and "is not empty" in again.err
+    assert run(capsys, "corpus", "lookup", tmp_path / "c", "--longest", 3).code == 2
