@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvad.checkpoint.folder import CONFIG, read_json
+from kvad.checkpoint.folder import CONFIG, is_run, read_json
 from kvad.errors import CheckpointError, KvadError, SaveError, UsageError
 
 __all__ = ["INDEX", "SINGLE", "refuse_unreadable", "resolve"]
@@ -88,6 +88,8 @@ def resolve(
     if name and os.path.isdir(path):
         if revision is not None:
             raise UsageError(f"{name} is a folder: it has no revision {revision!r}", f"{PREFIX}NAME means the hub's")
+        if weights:
+            _refuse_bare(path)
         return path
     if os.path.isfile(path):
         raise CheckpointError(f"{name} is a file", _ways_out(path.name) or "name the folder that it is in")
@@ -284,6 +286,13 @@ def refuse_unreadable(folder: Path) -> None:
     _refuse_config(str(folder), _config(folder))
     names = _names(folder)
     if not _has_weights(names):
+        _refuse_files(str(folder), names)
+
+
+def _refuse_bare(folder: Path) -> None:
+    """For a folder without config whose weights kvad does not read: a GGUF has its config inside, an adapter none."""
+    names = _names(folder)
+    if CONFIG not in names and not is_run(folder) and ("adapter_config.json" in names or any(map(_ways_out, names))):
         _refuse_files(str(folder), names)
 
 

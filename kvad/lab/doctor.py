@@ -42,7 +42,8 @@ def examine(where: str | Path) -> Iterator[Finding]:
     """Findings, as they are made.  Raises CheckpointError for what is no checkpoint at all."""
     folder = locate(resolve(where))
     yield from _manifest(folder)
-    tensors = yield from _tried("headers", AGAIN, lambda: open_tensors(folder), _headers)
+    unread = set[str]()
+    tensors = yield from _tried("headers", AGAIN, lambda: open_tensors(folder), _headers, unread)
     opened: Opened
     if is_foreign(folder):
         opened = Imported(folder)
@@ -52,7 +53,7 @@ def examine(where: str | Path) -> Iterator[Finding]:
         config = yield from _examine_own(opened, tensors)
     yield from _finite(tensors)
     if config is not None:
-        yield from _words(config, opened)
+        yield from (finding for finding in _words(config, opened) if finding.says not in unread)
 
 
 def _manifest(folder: Path) -> Iterator[Finding]:
@@ -88,12 +89,14 @@ def _examine_foreign(opened: Imported, tensors: ShardedTensors | None) -> Genera
 
 
 def _tried(
-    check: str, todo: str, make: Callable[[], T], says: Callable[[T], str]
+    check: str, todo: str, make: Callable[[], T], says: Callable[[T], str], failed: set[str] | None = None
 ) -> Generator[Finding, None, T | None]:
-    """What ``make`` makes, after a finding that says it; None after one that says why not."""
+    """What ``make`` makes, after a finding that says it; None after one that says why not, which ``failed`` keeps."""
     try:
         made = make()
     except KvadError as error:
+        if failed is not None:
+            failed.add(error.message)
         yield Finding(check, False, error.message, error.hint or todo)
         return None
     yield Finding(check, True, says(made))

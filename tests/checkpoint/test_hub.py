@@ -506,6 +506,22 @@ def test_other_kinds_of_weights_are_refused_with_the_way_out(tmp_path, name):
         assert words in str(caught.value) and str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["m.Q4_K_M.gguf"], "no safetensors, only m.Q4_K_M.gguf (GGUF is llama.cpp's format"),
+        (["pytorch_model.bin"], "only pytorch_model.bin (a pickle can run code"),
+        (["adapter_config.json", "adapter_model.safetensors"], "is an adapter (LoRA), not a model"),
+    ],
+)
+def test_a_folder_of_nothing_but_other_weights(tmp_path, names, words):
+    """No config.json says that it is a model: it is told what it is all the same.  A run may hold what it likes."""
+    folder = folder_of(tmp_path, None, *names)
+    assert words in refusal(folder) and resolve(folder, weights=False) == folder
+    (folder / "checkpoints" / "step-1").mkdir(parents=True)
+    assert resolve(folder) == folder
+
+
 def test_what_is_beside_whole_weights_does_not_matter(tmp_path):
     beside = ["pytorch_model.bin", "m.gguf", "adapter_config.json", "consolidated.safetensors"]
     refuse_unreadable(folder_of(tmp_path, {"quantization_config": None}, "model.safetensors", *beside))

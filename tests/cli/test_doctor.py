@@ -113,7 +113,7 @@ def test_files_that_are_cut_off_or_gone(kvad, ours, theirs):
         path = folder / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-100])
         found = problems(kvad("doctor", folder, "--json"))
-        assert "is cut off" in found["headers"] and "tensors" not in found and "finite" not in found
+        assert "is cut off" in found["headers"] and not found.keys() - {"headers", "sha256"}
     (ours / "tokenizer.json").unlink()
     assert "tokenizer.json is missing" in problems(kvad("doctor", ours, "--json"))["sha256"]
     (ours / "manifest.json").unlink()

@@ -180,12 +180,27 @@ def page(results: Results) -> str:
         *_table(found, results),
         "## Where an oracle has nothing to say, or something else\n",
         *_silences(results),
+        "## Where the oracles disagree, and which one kvad follows\n",
+        DISAGREEMENTS,
         "## What is refused\n",
         REFUSALS,
         *_refused(),
     ]
     return "\n".join(parts)
 
+
+DISAGREEMENTS = """\
+- T5 and UMT5, if logits are multiplied by width^-0.5: 4.57 does where `tie_word_embeddings` is true, 5 ties always,
+  and does for T5 where `scale_decoder_outputs` is true, for UMT5 always. kvad goes by `scale_decoder_outputs`, and
+  without it by `tie_word_embeddings`: a file reads as the version that wrote it had it, and Google's UMT5 as it was
+  trained, with the logits of 4.57.
+- T5Gemma's encoder, what a window of w lets it see: |i - j| < w in 4.57, |i - j| <= w in 5. kvad follows 4.57, which is
+  Gemma's own mask.
+- Longrope, of a text that outgrows the original limit: cached keys stay as they were in 4.57, and are computed again
+  in 5. Dynamic rope: they stay in both. kvad gives the uncached answer, the same in both: a cache changes nothing.
+
+`python -m tests.oracle.compare` prints where the goldens differ.
+"""
 
 HEAD = """# Models
 
