@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from kvad.cache.available import available_bytes
 from kvad.cache.peak import peak
+from kvad.cache.settle import settle
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
 from kvad.cache.weights import lookup_bytes, weight_bytes, weight_shapes
 from kvad.config import Experts, ModelConfig, OwnPositions, mixers
@@ -87,7 +88,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Everything in bytes.  ``budget``: new tokens of a step at most."""
+    """Everything in bytes.  ``budget``: new tokens of a step at most; ``cache``: as asked for (``settle.py``)."""
 
     config: ModelConfig
     cache: CacheConfig
@@ -169,9 +170,10 @@ def plan_memory(
 
 
 def _plan(config: ModelConfig, cache: CacheConfig, weights_dtype: str, budget: int, weights: int) -> MemoryPlan:
-    check_policy(config, cache)
-    made = groups(mixers(config), cache)
-    passing = peak(config, cache, made, weights_dtype, budget)
+    settled = settle(config, cache)
+    check_policy(config, settled)
+    made = groups(mixers(config), settled)
+    passing = peak(config, settled, made, weights_dtype, budget)
     return MemoryPlan(
         config,
         cache,

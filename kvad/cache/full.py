@@ -1,0 +1,39 @@
+"""What is done when there is no more room: for a row at its limit, and for a pool that has run out.
+
+==============  ======================================  ==============================================================
+``on_full``     a row at its limit                      the pool runs out
+==============  ======================================  ==============================================================
+``preempt``     ends ("length")                         the youngest row gives its blocks back and comes back later
+``stop``        ends                                    the youngest row that cannot grow ends, and keeps what it has
+``refuse``      was refused when it was submitted       cannot be: what could run out was refused when it was submitted
+``window``      goes on under ``window(L)``             as ``preempt``
+``sinks``       goes on under ``sinks(4, L - 4)``       as ``preempt``
+``summarise``   goes on up to the model's limit, its    as ``preempt``
+                older tokens as summaries
+==============  ======================================  ==============================================================
+
+``L``: the model's limit or the cache's capacity, whichever is less.  Names only; ``settle.py`` says what a cache needs
+for them, ``engine/limits.py`` where rows end.  Nothing drops a token unless it was asked for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+__all__ = ["GOES_ON", "ON_FULL", "SINKS", "LimitName", "OnFull"]
+
+OnFull = Literal["preempt", "stop", "refuse", "window", "sinks", "summarise"]
+LimitName = Literal["max_tokens", "model", "cache", "pool"]  # what ends a row by its length
+
+SINKS = 4  # Xiao et al. 2023, sec. 3.1: four are enough
+
+ON_FULL: Mapping[str, str] = {
+    "preempt": "a row ends at its limit; when the pool runs out the youngest row waits and comes back",
+    "stop": "a row ends at its limit; when the pool runs out the youngest row that cannot grow ends",
+    "refuse": "what could pass a limit or the pool is refused when it is submitted; nothing that runs gives way",
+    "window": "a row goes on past its limit L with its last L tokens",
+    "sinks": f"a row goes on past its limit L with its first {SINKS} tokens and its last L - {SINKS}",
+    "summarise": "a row goes on past the cache's capacity, up to the model's limit, older tokens as summaries",
+}
+GOES_ON = ("window", "sinks", "summarise")
