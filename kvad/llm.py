@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvad.cache.formats import FORMATS
+from kvad.cache.full import with_endless
 from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sizing import CacheConfig
 from kvad.checkpoint.generation import Generation
@@ -63,9 +64,9 @@ class LLM:
     ) -> None:
         self.model, self.tokenizer, self.cache = model.eval(), tokenizer, cache
         self.generation = Generation() if generation is None else generation
-        self.texts = Texts(model.config, tokenizer, self.generation)
         ends = frozenset(self.generation.stops)
         self.engine = Engine(self.model, cache, tokenizer=tokenizer, budget=budget, stop_tokens=ends)
+        self.texts = Texts(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
         self._desk = Desk(self.engine)
 
     @staticmethod
@@ -86,9 +87,12 @@ class LLM:
         ``dtype``: what the model computes in (default: what the checkpoint stores).  ``memory``: the cache's
         configuration; or its fields as keywords (``rows=4, capacity=2048, layout="contiguous"``), what it stores as
         ``cache_dtype`` (default: the model's dtype), or as ``cache_keys`` and ``cache_values``, each one of
-        kvad/cache/formats.py.  Dtypes go by name or as torch's own.  Raises CheckpointError for a
-        folder that is not a whole checkpoint, UsageError for a device that is not there, ConfigError for a dtype or a
-        cache that cannot be, MemoryPlanError (before it is allocated) for one that would not fit.
+        kvad/cache/formats.py.  Dtypes go by name or as torch's own.  What stays of a row is ``policy=``, what is done
+        when it or the cache is full ``on_full=``; ``endless=True`` alone is ``on_full="sinks"``.
+
+        Raises CheckpointError for a folder that is not a whole checkpoint, UsageError for a device that is not there,
+        ConfigError for a dtype or a cache that cannot be, MemoryPlanError (before it is allocated) for one that would
+        not fit.
         """
         dtype, cache_dtype = _dtype_name("dtype", dtype), _dtype_name("cache.dtype", cache_dtype, FORMATS)
         for side, asked in (("keys", cache_keys), ("values", cache_values)):
@@ -218,7 +222,7 @@ class LLM:
         if self._kind == "encoder":
             ids = self.texts.source(tokens)
         else:
-            ids = self.texts.target(tokens) if self._crossed() else self.texts.prompt(tokens)
+            ids = self.texts.target(tokens) if self._crossed() else self.texts.prompt(tokens, whole=True)
         step = self._step(ids)
         if self._crossed():
             if source is None:
@@ -280,7 +284,7 @@ class LLM:
         self._desk.alive()
         if self._kind != "decoder":
             raise RequestError(f"an {self._kind} cannot be traced yet", "trace a decoder")
-        tokens = self.texts.prompt(prompt)
+        tokens = self.texts.prompt(prompt, whole=True)
         pieces = [str(t) if self.tokenizer is None else self.tokenizer.token_text(t) for t in tokens]
         every = range(self.model.config.stack.layers)
         chosen = list(every if layers is None else layers)
@@ -462,7 +466,7 @@ def default_cache(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
     for name in fields:
         if name not in known:
             raise RequestError(f"unknown option {name!r} of the cache", nearest(name, known))
-    chosen: dict[str, Any] = {"capacity": model.limit, "dtype": dtype, **fields}
+    chosen: dict[str, Any] = {"capacity": model.limit, "dtype": dtype, **with_endless(fields)}
     if model.source is not None:
         chosen = {"source_capacity": model.source.limit, **chosen}
     if isinstance(chosen["capacity"], int) and chosen["capacity"] > model.limit:

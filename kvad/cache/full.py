@@ -19,9 +19,9 @@ for them, ``engine/limits.py`` where rows end.  Nothing drops a token unless it 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["GOES_ON", "ON_FULL", "SINKS", "LimitName", "OnFull"]
+__all__ = ["GOES_ON", "ON_FULL", "SINKS", "LimitName", "OnFull", "with_endless"]
 
 OnFull = Literal["preempt", "stop", "refuse", "window", "sinks", "summarise"]
 LimitName = Literal["max_tokens", "model", "cache", "pool"]  # what ends a row by its length
@@ -29,11 +29,17 @@ LimitName = Literal["max_tokens", "model", "cache", "pool"]  # what ends a row b
 SINKS = 4  # Xiao et al. 2023, sec. 3.1: four are enough
 
 ON_FULL: Mapping[str, str] = {
-    "preempt": "a row ends at its limit; when the pool runs out the youngest row waits and comes back",
-    "stop": "a row ends at its limit; when the pool runs out the youngest row that cannot grow ends",
-    "refuse": "what could pass a limit or the pool is refused when it is submitted; nothing that runs gives way",
-    "window": "a row goes on past its limit L with its last L tokens",
-    "sinks": f"a row goes on past its limit L with its first {SINKS} tokens and its last L - {SINKS}",
-    "summarise": "a row goes on past the cache's capacity, up to the model's limit, older tokens as summaries",
+    "preempt": "a row ends at its limit L; without free blocks the youngest waits and comes back",
+    "stop": "the same; without free blocks the youngest row that cannot grow ends",
+    "refuse": "what could pass L or the blocks is refused at once; what runs never gives way",
+    "window": "a row goes on past L with its last L tokens",
+    "sinks": f"a row goes on past L with its first {SINKS} tokens and its last L - {SINKS}",
+    "summarise": "a row goes on past the cache's capacity, older tokens as summaries",
 }
 GOES_ON = ("window", "sinks", "summarise")
+
+
+def with_endless(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A cache's fields as a user says them: ``endless`` alone, with no word on what stays, goes on under ``sinks``."""
+    silent = fields.get("endless") is True and not fields.keys() & {"policy", "on_full"}
+    return {**fields, "on_full": "sinks"} if silent else dict(fields)

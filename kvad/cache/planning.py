@@ -225,6 +225,7 @@ def fits(plan: MemoryPlan, memory: int) -> tuple[Fit, ...]:
 
     def total(rows: int, capacity: int) -> int:
         cache = replace(plan.cache, rows=rows, capacity=capacity, blocks=None)
+        cache = replace(cache, on_full=cache.on_full if _goes_on(plan.config, cache) else "preempt")
         return _plan(plan.config, cache, plan.weights_dtype, plan.budget, plan.weights).total
 
     def longest(rows: int) -> int:
@@ -241,6 +242,15 @@ def fits(plan: MemoryPlan, memory: int) -> tuple[Fit, ...]:
     if most:
         found.add((most, plan.cache.capacity))
     return tuple(Fit(rows, capacity, total(rows, capacity)) for rows, capacity in sorted(found))
+
+
+def _goes_on(config: ModelConfig, cache: CacheConfig) -> bool:
+    """Whether rows of this capacity can go on as asked: too short, or as long as the model's limit, they end."""
+    try:
+        settle(config, cache)
+    except ConfigError:
+        return False
+    return True
 
 
 def _largest(high: int, holds: Callable[[int], bool]) -> int:

@@ -44,6 +44,11 @@ class Limits:
         beyond = ENDLESS if cache.endless else model if cache.outgrown else None
         return Limits(min(model, cache.capacity), by, cache.on_full, beyond, under)
 
+    @property
+    def endless(self) -> bool:
+        """Whether a request that says nothing of it has no limit."""
+        return self.beyond == ENDLESS
+
     def chosen(self, sampling: Sampling) -> OnFull:
         """RequestError where rows cannot go on in the way that is asked for."""
         asked = sampling.on_full
