@@ -147,6 +147,12 @@ def check_policy(config: ModelConfig, cache: CacheConfig) -> None:
                 f"endless: {mixer.sinks + mixer.window} tokens kept, the model knows distances up to {config.limit}",
                 f"keep at most {config.limit}",
             )
+        if mixer.sinks and cache.layout == "paged" and mixer.window < cache.block_size:
+            raise ConfigError(
+                f"endless: a window of {mixer.window} tokens beside the sinks is less than a block of "
+                f"{cache.block_size}",
+                f"keep at least {cache.block_size}, or take a smaller cache.block_size",
+            )
     for kind in config.decoder.kinds.values():
         own = kind.mixer.position
         if isinstance(own, OwnPositions) and any(mixer.renumber for mixer in cache.narrowed(mixers(config))):

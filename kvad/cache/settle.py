@@ -59,9 +59,12 @@ def _policy(config: ModelConfig, cache: CacheConfig, longest: int) -> Policy:
         )
     if cache.on_full == "window":
         return Window(longest)
-    if longest <= SINKS:
+    least = SINKS + (1 if cache.layout == "contiguous" else cache.block_size)
+    if longest < least:
         raise ConfigError(
-            f"cache.on_full: sinks: rows of {longest} tokens leave no room beside {SINKS} sinks", "take window"
+            f"cache.on_full: sinks: rows of {longest} tokens are less than {SINKS} sinks and a block of "
+            f"{least - SINKS}",
+            f"give a row at least {least} tokens, or take window",
         )
     return Sinks(SINKS, longest - SINKS)
 

@@ -7,7 +7,7 @@ its row; sources that wait are encoded together.
 who waits, first come, first served, all under ``budget`` tokens and ``rows`` seats; a plan is already placed by the
 ledger.  ``settle`` takes what came out and says what happened.  One plan may be in flight.
 
-Invariants: the oldest row always advances, so everything ends; a row's tokens do not depend on its neighbours; a row
+Invariants: the oldest row advances or ends, so everything ends; a row's tokens do not depend on its neighbours; a row
 is in exactly one of *waiting* (no seat, no blocks), *running* (a seat) and *done*.
 
 A beam search's beams are rows that go on together: each waits until all have their candidates, then some are forked
