@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvad.cache.formats import FORMATS
+from kvad.cache.full import with_endless
 from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sizing import CacheConfig
 from kvad.checkpoint.generation import Generation
@@ -64,11 +65,11 @@ class LLM:
     ) -> None:
         self.model, self.tokenizer, self.cache = model.eval(), tokenizer, cache
         self.generation = Generation() if generation is None else generation
-        self.texts = Texts(model.config, tokenizer, self.generation)
         ends = frozenset(self.generation.stops)
         self.engine = Engine(
             self.model, cache, tokenizer=tokenizer, budget=budget, deterministic=deterministic, stop_tokens=ends
         )
+        self.texts = Texts(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
         self._desk = Desk(self.engine)
 
     @staticmethod
@@ -90,8 +91,9 @@ class LLM:
         ``dtype``: what the model computes in (default: what the checkpoint stores).  ``memory``: the cache's
         configuration; or its fields as keywords (``rows=4, capacity=2048, layout="contiguous"``), what it stores as
         ``cache_dtype`` (default: the model's dtype), or as ``cache_keys`` and ``cache_values``, each one of
-        kvad/cache/formats.py.  Dtypes go by name or as torch's own.  ``deterministic``: what a request gets is the
-        same, bit for bit, alone and in any batch (CPU only, and slower: docs/performance.md).
+        kvad/cache/formats.py.  Dtypes go by name or as torch's own.  What stays of a row is ``policy=``, what is done
+        when it or the cache is full ``on_full=``; ``endless=True`` alone is ``on_full="sinks"``.  ``deterministic``:
+        what a request gets is the same, bit for bit, alone and in any batch (CPU only, slower: docs/performance.md).
 
         Raises CheckpointError for a folder that is not a whole checkpoint, UsageError for a device that is not there,
         ConfigError for a dtype or a cache that cannot be, or a machine on which ``deterministic`` does not hold,
@@ -225,7 +227,7 @@ class LLM:
         if self._kind == "encoder":
             ids = self.texts.source(tokens)
         else:
-            ids = self.texts.target(tokens) if self._crossed() else self.texts.prompt(tokens)
+            ids = self.texts.target(tokens) if self._crossed() else self.texts.prompt(tokens, whole=True)
         step = self._step(ids)
         if self._crossed():
             if source is None:
@@ -287,7 +289,7 @@ class LLM:
         self._desk.alive()
         if self._kind != "decoder":
             raise RequestError(f"an {self._kind} cannot be traced yet", "trace a decoder")
-        tokens = self.texts.prompt(prompt)
+        tokens = self.texts.prompt(prompt, whole=True)
         pieces = [str(t) if self.tokenizer is None else self.tokenizer.token_text(t) for t in tokens]
         every = range(self.model.config.stack.layers)
         chosen = list(every if layers is None else layers)
@@ -469,7 +471,7 @@ def default_cache(model: ModelConfig, dtype: str, **fields: Any) -> CacheConfig:
     for name in fields:
         if name not in known:
             raise RequestError(f"unknown option {name!r} of the cache", nearest(name, known))
-    chosen: dict[str, Any] = {"capacity": model.limit, "dtype": dtype, **fields}
+    chosen: dict[str, Any] = {"capacity": model.limit, "dtype": dtype, **with_endless(fields)}
     if model.source is not None:
         chosen = {"source_capacity": model.source.limit, **chosen}
     if isinstance(chosen["capacity"], int) and chosen["capacity"] > model.limit:

@@ -89,6 +89,7 @@ class BlockPool:
         self.evictable = 0
         self.evictions = 0
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(RESERVED_BLOCKS, blocks))
+        self._least = len(self._idle)
         self._where: dict[Prefix, int] = {}
 
     @property
@@ -104,9 +105,18 @@ class BlockPool:
     def live(self) -> int:
         return self.total - len(self._idle)
 
+    @property
+    def peak(self) -> int:
+        """The most blocks that were live at once since :meth:`restart_peak`."""
+        return self.total - self._least
+
+    def restart_peak(self) -> None:
+        self._least = len(self._idle)
+
     def take(self) -> tuple[int, bool]:
         """(the block at the head of the list, was it evicted).  Its contents are another row's: clear it."""
         block, _ = self._idle.popitem(last=False)
+        self._least = min(self._least, len(self._idle))
         self.refs[block] = 1
         prefix = self.prefixes[block]
         if prefix is None:
@@ -122,6 +132,7 @@ class BlockPool:
         if self.refs[block] == 0:
             assert self.prefixes[block] is not None, f"block {block} is free: nobody may claim it"
             del self._idle[block]
+            self._least = min(self._least, len(self._idle))
             self.evictable -= 1
         self.refs[block] += 1
 

@@ -63,6 +63,10 @@ class Descents:
 
     def enough(self, rows: Sequence[tuple[Seat, int]]) -> bool:
         """Would :meth:`descend` find enough blocks for rows of these lengths?  What it gives back is not counted on."""
+        return all(n <= pool.available for n, pool in zip(self.need(rows), self._pools[self._own :], strict=False))
+
+    def need(self, rows: Sequence[tuple[Seat, int]]) -> list[int]:
+        """Blocks that :meth:`descend` would take of each level."""
         need = [0] * self._count
         for index, numbers in enumerate(self.below):
             for seat, start in rows if numbers else ():
@@ -77,7 +81,7 @@ class Descents:
                     else:
                         need[number - self._own] += moving
                         moving = max(0, len(below.blocks) + moving - group.level.most)
-        return all(n <= pool.available for n, pool in zip(need, self._pools[self._own :], strict=False))
+        return need
 
     def descend(self, index: int, seat: Seat, start: int, done: Descended) -> None:
         """Move one row.  What it leaves is free at once, for ``Moves.pack`` and ``fold`` read it before it is cleared;

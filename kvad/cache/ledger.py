@@ -27,6 +27,7 @@ Never: a torch import, a decision about which request runs, a look at a key, a v
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Sequence
@@ -67,7 +68,8 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class LedgerStats:
-    """Blocks per group: ``total`` = ``used`` + ``free`` + ``evictable``, and evictions so far.  Prefix cache:
+    """Blocks per group: ``total`` = ``used`` + ``free`` + ``evictable``, evictions so far, ``peak``: the most in use at
+    once since :meth:`Ledger.restart_peak`, and ``watermark``: those that an admission leaves free.  Prefix cache:
     admissions that hit and that did not, and the tokens that need no computing because of hits."""
 
     total: tuple[int, ...]
@@ -78,12 +80,17 @@ class LedgerStats:
     hits: int
     misses: int
     hit_tokens: int
+    peak: tuple[int, ...]
+    watermark: tuple[int, ...]
 
 
 class Ledger:
-    """Owns one :class:`BlockPool` per group and the rows in ``seats`` seats."""
+    """Owns one :class:`BlockPool` per group and the rows in ``seats`` seats.  ``watermark``: share of a pool, of what
+    rows grow in, that :meth:`fits` leaves free."""
 
-    def __init__(self, groups: Sequence[Group], *, prefix: bool, seats: int, hasher: Hash = digest) -> None:
+    def __init__(
+        self, groups: Sequence[Group], *, prefix: bool, seats: int, hasher: Hash = digest, watermark: float = 0.0
+    ) -> None:
         self.groups = tuple(groups)  # those that take tokens first, then their levels, then those of sources
         own = [group for group in self.groups if not group.mixer.cross and group.level is None]
         below = [group for group in self.groups if group.level is not None]
@@ -91,6 +98,7 @@ class Ledger:
         assert self.groups[len(own) : len(own) + len(below)] == tuple(below), "levels stand before cross-attention"
         self.own, self.below = tuple(own), tuple(below)
         self._kept = len(own) + len(below)
+        self.spare = tuple(math.ceil(watermark * group.usable) for group in self.groups[: self._kept])
         self.pools = tuple(BlockPool(group.blocks) for group in self.groups)
         self._pools = self.pools[: len(own)]
         self.releases = 0  # grows when a row gives its blocks back: a reason to try an admission again
@@ -410,13 +418,28 @@ class Ledger:
         """Do ``rows`` rows of ``length`` tokens have room, if nothing else is there and they share nothing?"""
         return all(rows * blocks_of(group, self.groups, length) <= group.usable for group in self.groups[: self._kept])
 
-    def fits(self, row: int, length: int) -> bool:
-        """Could this row grow to ``length`` tokens with what is free or evictable now?"""
+    def fits(self, row: int, length: int, others: Sequence[tuple[int, int]] = ()) -> bool:
+        """Could this row grow to ``length`` tokens with what is free or evictable now, above the watermark, and
+        ``others`` (row, length) to theirs?"""
+        rows = [(self._seat(row), length), *((self._seat(other), most) for other, most in others)]
+        for index, (group, pool) in enumerate(zip(self.groups[: self._kept], self.pools, strict=False)):
+            need = sum(max(0, blocks_of(group, self.groups, most) - len(s.every[index].blocks)) for s, most in rows)
+            if need > pool.available - self.spare[index]:
+                return False
+        return True
+
+    def grows(self, row: int, count: int) -> bool:
+        """Do the row's next ``count`` tokens need blocks that it does not have?"""
         seat = self._seat(row)
-        return all(
-            blocks_of(group, self.groups, length) - len(hold.blocks) <= pool.available
-            for group, hold, pool in zip(self.groups, seat.every, self.pools, strict=False)
-        )
+        spans = [(row, seat.length, count)]
+        if any(self._balance(index, spans) > 0 for index in range(len(self.own))):
+            return True
+        return bool(self.below) and any(self._descents.need([(seat, seat.length)]))
+
+    def restart_peak(self) -> None:
+        """Count :attr:`LedgerStats.peak` from what is in use now."""
+        for pool in self.pools:
+            pool.restart_peak()
 
     def stats(self) -> LedgerStats:
         pools = self.pools
@@ -429,6 +452,8 @@ class Ledger:
             hits=self._hits,
             misses=self._misses,
             hit_tokens=self._hit_tokens,
+            peak=tuple(pool.peak for pool in pools),
+            watermark=self.spare + (0,) * (len(pools) - len(self.spare)),
         )
 
     def check(self) -> None:
@@ -634,7 +659,12 @@ class Ledger:
         return max(0, min(len(hold.blocks) - sinks, self._first_needed(index, start) - sinks - hold.gap))
 
     def _enough(self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> bool:
-        """Would :meth:`_grow_group` find enough blocks?  It counts as that does, and changes nothing."""
+        """Would :meth:`_grow_group` find enough blocks?"""
+        return self._balance(index, spans) <= self.pools[index].available
+
+    def _balance(self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> int:
+        """Blocks that :meth:`_grow_group` would take, less those it gives back first: it counts as that does, and
+        changes nothing."""
         pool, need, gain = self.pools[index], 0, 0
         left: dict[int, int] = {}  # references after the releases counted so far
         for row, start, _ in spans:
@@ -662,7 +692,7 @@ class Ledger:
                 if self._shared(pool, block, refs):
                     need += 1
                     left[block] = refs - 1
-        return need <= pool.available + gain
+        return need - gain
 
     def _grow_group(
         self, index: int, spans: Sequence[Span] | Sequence[tuple[int, int, int]]

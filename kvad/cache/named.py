@@ -1,6 +1,5 @@
 """Policies by name, of each layer, and several at once.
 
-==============================  =======================================================================================
 ``full``                        everything stays
 ``window(n)``                   the last n tokens
 ``sinks(k, n)``                 the first k and the last n (Xiao et al. 2023, StreamingLLM)
@@ -14,6 +13,8 @@
 ``quest(b)``                    everything stays; a query reads the b tokens that may matter most (Tang et al. 2024)
 ``package.module:Class(...)``   a policy of one's own
 ==============================  =======================================================================================
+=======
+What each keeps is said in one line of :data:`ABOUT`; ``package.module:Class(...)`` is a policy of one's own.
 
 A policy of each layer: ``"0-3: full; sinks(4, 60)"``; what no layer is named for stands last.  Several at once:
 ``"window(512) + truncate(256)"`` keeps what all of them keep.
@@ -34,7 +35,7 @@ from kvad.errors import ConfigError, nearest
 from kvad.own import load_own
 from kvad.step import Reach
 
-__all__ = ["POLICIES", "Compose", "PerLayer", "narrowed", "parse_policy"]
+__all__ = ["ABOUT", "POLICIES", "Compose", "PerLayer", "narrowed", "parse_policy"]
 
 
 @dataclass(frozen=True)
@@ -205,4 +206,18 @@ def _number(text: str, where: str) -> int | float | str:
 POLICIES: dict[str, Callable[..., Policy]] = {
     made.name: made
     for made in (Full, Window, Sinks, Truncate, HeavyHitters, SnapKV, TOVA, KeyNorm, Random, Hierarchy, Quest)
+}
+
+ABOUT = {
+    "full": "everything stays",
+    "window(N)": "the last N tokens",
+    "sinks(K,N)": "the first K and the last N (Xiao et al. 2023, StreamingLLM)",
+    "truncate(N)": "at most the last N, dropped a block at a time (first in, first out)",
+    "heavy-hitters(B)": "the B tokens that got most attention so far (Zhang et al. 2023, H2O)",
+    "snapkv(B)": "those that the latest queries attend to, and their neighbours (Li et al. 2024)",
+    "tova(B)": "those that the latest query attends to, over all heads (Oren et al. 2024)",
+    "norm(B)": "those whose keys are shortest (Devoto et al. 2024)",
+    "random(B)": "any: the baseline",
+    "hierarchy(R)": "the latest R as they are, older ones packed, the oldest as summaries",
+    "quest(B)": "everything stays; a query reads the B tokens that may matter most (Tang et al. 2024)",
 }

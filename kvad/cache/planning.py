@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from kvad.cache.available import available_bytes
 from kvad.cache.peak import peak
+from kvad.cache.settle import settle
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
 from kvad.cache.weights import lookup_bytes, weight_bytes, weight_shapes
 from kvad.config import DynamicScaling, Experts, LongRopeScaling, ModelConfig, OwnPositions, Rope, mixers
@@ -87,7 +88,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Everything in bytes.  ``budget``: new tokens of a step at most."""
+    """Everything in bytes.  ``budget``: new tokens of a step at most; ``cache``: as asked for (``settle.py``)."""
 
     config: ModelConfig
     cache: CacheConfig
@@ -161,11 +162,16 @@ def _check_endless(config: ModelConfig, cache: CacheConfig) -> None:
             "rows of this model end at its limit: say what then (--on-full stop)",
         )
     seeing = cache.narrowed(mixers(config))
-    for mixer in seeing:
-        if not mixer.cross and mixer.window is not None and mixer.sinks + mixer.window > config.limit:
+    for sinks, window in ((mixer.sinks, mixer.window) for mixer in seeing if not mixer.cross):
+        if window is not None and sinks + window > config.limit:
             raise ConfigError(
-                f"endless: {mixer.sinks + mixer.window} tokens kept, the model knows distances up to {config.limit}",
+                f"endless: {sinks + window} tokens kept, the model knows distances up to {config.limit}",
                 f"keep at most {config.limit}",
+            )
+        if window is not None and sinks and cache.layout == "paged" and window < cache.block_size:
+            raise ConfigError(
+                f"endless: a window of {window} tokens beside the sinks is less than a block of {cache.block_size}",
+                f"keep at least {cache.block_size}, or take a smaller cache.block_size",
             )
     for kind in config.decoder.kinds.values():
         position = kind.mixer.position
@@ -203,9 +209,10 @@ def plan_memory(
 
 
 def _plan(config: ModelConfig, cache: CacheConfig, weights_dtype: str, budget: int, weights: int) -> MemoryPlan:
-    check_policy(config, cache)
-    made = groups(mixers(config), cache)
-    passing = peak(config, cache, made, weights_dtype, budget)
+    settled = settle(config, cache)
+    check_policy(config, settled)
+    made = groups(mixers(config), settled)
+    passing = peak(config, settled, made, weights_dtype, budget)
     return MemoryPlan(
         config,
         cache,
@@ -257,6 +264,7 @@ def fits(plan: MemoryPlan, memory: int) -> tuple[Fit, ...]:
 
     def total(rows: int, capacity: int) -> int:
         cache = replace(plan.cache, rows=rows, capacity=capacity, blocks=None)
+        cache = replace(cache, on_full=cache.on_full if _goes_on(plan.config, cache) else "preempt")
         return _plan(plan.config, cache, plan.weights_dtype, plan.budget, plan.weights).total
 
     def longest(rows: int) -> int:
@@ -273,6 +281,15 @@ def fits(plan: MemoryPlan, memory: int) -> tuple[Fit, ...]:
     if most:
         found.add((most, plan.cache.capacity))
     return tuple(Fit(rows, capacity, total(rows, capacity)) for rows, capacity in sorted(found))
+
+
+def _goes_on(config: ModelConfig, cache: CacheConfig) -> bool:
+    """Whether rows of this capacity can go on as asked: too short, or as long as the model's limit, they end."""
+    try:
+        settle(config, cache)
+    except ConfigError:
+        return False
+    return True
 
 
 def _largest(high: int, holds: Callable[[int], bool]) -> int:

@@ -28,6 +28,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from kvad.cache.formats import Format, find_format, joined
+from kvad.cache.full import ON_FULL, OnFull
 from kvad.cache.named import narrowed, parse_policy
 from kvad.cache.policy import Full, Hierarchy, Policy, Quest, Scored
 from kvad.config import MixerSpec
@@ -69,8 +70,16 @@ class CacheConfig:
     endless: bool = False  # rows go on past the model's limit: no layer may keep everything
     rotate: Literal["write", "read"] = "write"  # when RoPE turns a key: as it is stored, or each time it is read
     residual: int = 128  # latest tokens in full precision before keys by channel; no-op for other formats
+    on_full: OnFull = "preempt"  # for a row at its limit and a pool that has run out: full.py; settle.py lays it out
+    watermark: float = 0.0  # share of a pool's blocks that an admission leaves free for rows that grow
 
     def __post_init__(self) -> None:
+        if self.on_full not in ON_FULL:
+            raise ConfigError(f"cache.on_full: {self.on_full!r}", nearest(str(self.on_full), ON_FULL))
+        if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
+            raise ConfigError(f"cache.watermark: expected a number, found {self.watermark!r}")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"cache.watermark: {self.watermark:g} is no share of the blocks", "from 0 to below 1")
         if self.rotate not in ("write", "read"):
             raise ConfigError(f"cache.rotate: {self.rotate!r}", nearest(self.rotate, ("write", "read")))
         if self.layout not in ("paged", "contiguous"):
@@ -103,6 +112,11 @@ class CacheConfig:
         """A model's layers as this cache lets them see: what an uncached judge of it has to see, too."""
         grain = 1 if self.layout == "contiguous" else self.block_size
         return narrowed(mixers, self.kept, grain, renumber=self.endless)
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether rows grow past ``capacity``."""
+        return self.endless or self.on_full == "summarise"
 
     def _check_formats(self) -> None:
         find_format(self.dtype, "cache.dtype")
@@ -327,7 +341,7 @@ def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], con
     whole = _ceil(config.capacity, config.block_size)
     if mixer.window is not None:
         per_row = _ceil(mixer.sinks, config.block_size) + _ceil(slots, config.block_size) + 1
-        per_row = per_row if config.endless else min(whole, per_row)
+        per_row = per_row if config.outgrown else min(whole, per_row)
         return Group(mixer, layers, config.block_size, config.rows * per_row + RESERVED_BLOCKS, per_row)
     if scored is not None:
         per_row = min(whole, _ceil(scored.budget + scored.every, config.block_size))
@@ -335,7 +349,7 @@ def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], con
         return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, scored)
     if isinstance(ranked, Hierarchy):
         kept = _ceil(ranked.sinks, config.block_size) + _ceil(ranked.recent + ranked.every, config.block_size)
-        per_row = min(whole, kept)
+        per_row = kept if config.outgrown else min(whole, kept)
         usable = config.rows * per_row
         return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, levels=ranked)
     usable = config.rows * whole if config.blocks is None else config.blocks

@@ -19,6 +19,7 @@ from kvad.cli.common import model_argument
 from kvad.cli.dialogue import Dialogue, Turn, dialogue_of, kept_ids
 from kvad.cli.generate import note_empty
 from kvad.cli.lines import look
+from kvad.cli.policies import ending, forgotten, policies_asked
 from kvad.cli.running import (
     Interrupt,
     Meter,
@@ -33,6 +34,7 @@ from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
 from kvad.errors import DataError, KvadError, RequestError, UsageError, counted, nearest
 
 if TYPE_CHECKING:
+    from kvad.cache.full import LimitName
     from kvad.engine.request import Sampling
     from kvad.llm import LLM
 
@@ -64,6 +66,7 @@ def chat(model: Path, **options: Any) -> None:
     kvad chat ./Qwen3-0.6B --system "You answer in verse."
     """
     given = read_sampling(options)
+    policies_asked(options)
     from kvad.llm import sampling_of
 
     opened = look(model, "chat")
@@ -71,7 +74,8 @@ def chat(model: Path, **options: Any) -> None:
         if llm.tokenizer is None:
             raise RequestError("this model came without a tokenizer", "kvad generate --ids speaks in token ids")
         dialogue = dialogue_of(opened.path, llm.tokenizer, options["system"])
-        talk = _Chat(llm, choose_sampling(llm, given, options["bad_word"]), dialogue)
+        sampling = choose_sampling(llm, given, options["bad_word"], endless=options["endless"])
+        talk = _Chat(llm, sampling, dialogue)
         for line in _lines():
             try:
                 if not talk.take(line):
@@ -124,9 +128,10 @@ class _Chat:
         return [token for turn in self.turns for token in (*turn.typed_ids, *turn.reply_ids)]
 
     @property
-    def limit(self) -> int:
-        """Tokens that the context holds, the reply included."""
-        return min(self.llm.model.config.limit, self.llm.cache.capacity)
+    def limit(self) -> int | None:
+        """Tokens that the context holds, the reply included; None: it goes on."""
+        limits = self.llm.engine.limits
+        return None if limits.endless else limits.longest(self.sampling)[0]
 
     def take(self, line: str) -> bool:
         """One line typed; False: leave."""
@@ -156,13 +161,13 @@ class _Chat:
         """
         typed, ids = self.dialogue.entered(self.turns, line)
         prompt = self.dialogue.prompt(self.turns, typed, ids)
-        if len(prompt) >= self.limit:
+        if self.limit is not None and len(prompt) >= self.limit:
             raise RequestError(
                 f"no room for a reply: {counted(len(prompt), 'token')} with this line, in a context of {self.limit}",
                 "/undo takes back the last turn" if self.turns else "shorten it",
             )
         note_empty(self.llm, prompt)
-        meter, text, tokens = Meter(self.llm), "", list[int]()
+        meter, text, tokens, limit = Meter(self.llm), "", list[int](), None
         with Interrupt() as stop, closing(self.llm.stream(prompt, self.sampling)) as pieces:
             for piece in pieces:
                 meter.see(piece)
@@ -170,13 +175,23 @@ class _Chat:
                 text += piece.text
                 if piece.token is not None:
                     tokens.append(piece.token)
+                limit = piece.limit
                 if stop.asked:
                     break
         click.echo()
         self.last = meter.stats()
         self.turns.append(Turn(typed, ids, text, kept_ids(self.tokenizer, text, tokens)))
-        if len(prompt) + len(tokens) >= self.limit:
+        self._tell(len(prompt) + len(tokens), limit)
+
+    def _tell(self, length: int, limit: LimitName | None) -> None:
+        """What the chat has come to with its last reply: the end of the context, or of what is still seen of it."""
+        if self.limit is not None and length >= self.limit:
             _say(f"the context of {counted(self.limit, 'token')} is full: /undo takes back the last turn")
+        elif limit == "pool":
+            _say(f"the reply {ending(self.llm, limit)}")
+        lost = forgotten(self.llm, length)
+        if lost:
+            _say(f"kvad: {lost}")
 
     # ------------------------------------------------------------ commands
 
@@ -190,10 +205,11 @@ class _Chat:
         ledger = self.llm.engine.ledger.stats()
         held = self.last.cached_tokens if self.last is not None else 0
         hits, misses = counted(ledger.hits, "hit"), counted(ledger.misses, "miss", "misses")
+        most = "without an end" if self.limit is None else f"of at most {self.limit}"
         return "\n".join(
             [
                 *cache_lines(group_use(self.llm)),
-                f"this chat: {counted(len(self.tokens), 'token')} of at most {self.limit}",
+                f"this chat: {counted(len(self.tokens), 'token')} {most}",
                 f"the last turn: {held} of its tokens were in the cache",
                 f"prefix cache: {hits}, {misses}, {counted(ledger.hit_tokens, 'token')} reused in all",
             ]

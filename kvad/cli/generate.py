@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvad.cli.common import emit_json, json_option, model_argument, token_ids
+from kvad.cli.policies import ending, policies_asked
 from kvad.cli.running import Interrupt, Meter, RunStats, cache_options, open_llm, read_stdin, stats_lines
 from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
 
 if TYPE_CHECKING:
+    from kvad.cache.full import LimitName
     from kvad.engine.engine import Piece
     from kvad.engine.request import Sampling, TokenScore
     from kvad.llm import LLM
@@ -48,10 +50,12 @@ def generate(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
     \b
     kvad generate runs/demo "def " --max-tokens 64 --temperature 0
     kvad generate runs/demo "import " "class " --n 2 --seed 7 --stats
+    kvad generate runs/demo "class " --endless
     """
     if options["echo"] and options["as_json"]:
         raise click.UsageError("--echo and --json both given: the JSON has every prompt.")
     given = read_sampling(options)
+    policies_asked(options)
     prompts = [_read(text, options["ids"]) for text in prompt] or [""]
     from kvad.checkpoint.open import open_checkpoint
     from kvad.llm import sampling_of
@@ -60,7 +64,7 @@ def generate(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
     asked = sampling_of(given, opened.generation)
     rows = max(min(8, len(prompts) * max(asked.n, asked.beams)), asked.beams)
     with open_llm(opened.path, options, rows=rows) as llm, Interrupt() as stop:
-        sampling = choose_sampling(llm, given, options["bad_word"])
+        sampling = choose_sampling(llm, given, options["bad_word"], endless=options["endless"])
         answers = [_Answer.of(llm, each, sampling.n) for each in prompts]
         printer = _Printer(llm, answers, echo=options["echo"]) if options["stream"] and not options["as_json"] else None
         meter = Meter(llm)
@@ -73,6 +77,7 @@ def generate(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
             emit_json(_as_json(llm, model, answers, meter.stats() if options["stats"] else None, stop.asked))
         else:
             _tell(llm, answers, options, meter.stats() if options["stats"] else None)
+        _tell_ends(llm, answers)
     if stop.asked:
         click.echo("kvad: interrupted", err=True)
         click.get_current_context().exit(130)
@@ -100,6 +105,7 @@ class _Sample:
     tokens: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     finish: str = "cancelled"  # until the engine says otherwise
+    limit: LimitName | None = None
 
 
 @dataclass
@@ -129,7 +135,7 @@ class _Answer:
         if piece.score is not None:
             sample.scores.append(piece.score)
         if piece.finish is not None:
-            sample.finish = piece.finish
+            sample.finish, sample.limit = piece.finish, piece.limit
         sample.text += text
         return text
 
@@ -244,6 +250,16 @@ def _tell(llm: LLM, answers: Sequence[_Answer], options: dict[str, Any], stats: 
         click.echo(line, err=True)
 
 
+def _tell_ends(llm: LLM, answers: Sequence[_Answer]) -> None:
+    """A line for every text that a limit of the model or of the cache ended."""
+    several = len(answers) > 1 or any(len(answer.samples) > 1 for answer in answers)
+    for number, answer in enumerate(answers, 1):
+        for i, sample in enumerate(answer.samples, 1):
+            said = ending(llm, sample.limit)
+            if said:
+                click.echo(f"kvad: {f'prompt {number}, sample {i}: ' if several else ''}{said}", err=True)
+
+
 def _table(llm: LLM, scores: Sequence[TokenScore]) -> None:
     for score in scores:
         top = "  ".join(f"{_piece(llm, token)} {logprob:.3f}" for token, logprob in score.top)
@@ -275,7 +291,13 @@ def _as_json(llm: LLM, model: Path, answers: Sequence[_Answer], stats: RunStats 
                 "prompt_tokens": answer.tokens,
                 "prompt_logprobs": scores(answer.scores),
                 "samples": [
-                    {"text": s.text, "tokens": s.tokens, "finish_reason": s.finish, "logprobs": scores(s.scores)}
+                    {
+                        "text": s.text,
+                        "tokens": s.tokens,
+                        "finish_reason": s.finish,
+                        "limit": s.limit,
+                        "logprobs": scores(s.scores),
+                    }
                     for s in answer.samples
                 ],
                 "usage": {

@@ -6,10 +6,12 @@ From the config alone: no weight is loaded, and torch is imported for Hugging Fa
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import click
 
 from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
+from kvad.cli.policies import policies_asked, policy_options
 from kvad.errors import UsageError, nearest
 
 __all__ = ["plan"]
@@ -29,6 +31,7 @@ LAYOUTS = ("paged", "contiguous")
 @click.option("--weights-dtype", help="[default: what the checkpoint stores, else float32]")
 @click.option("--layout", type=click.Choice(LAYOUTS), default="paged", show_default=True)
 @click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
+@policy_options
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
 @click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
 @click.option("--fit", metavar="SIZE", help="Also show the most rows x context that fit, as in 8GiB.")
@@ -51,6 +54,7 @@ def plan(
     fit: str | None,
     bandwidth: float | None,
     as_json: bool,
+    **policies: Any,
 ) -> None:
     """How much memory will a model and its cache take?  Nothing is loaded.
 
@@ -78,7 +82,7 @@ def plan(
         raise click.BadParameter("must be above 0", param_hint="--bandwidth")
     _check({"--weights-dtype": weights_dtype}, DTYPE_BYTES)
     _check({"--dtype": dtype, "--cache-keys": cache_keys, "--cache-values": cache_values}, FORMATS)
-    size = None if fit is None else parse_bytes(fit)
+    size, asked = None if fit is None else parse_bytes(fit), policies_asked(policies)
     found = read_target(target)
     planned = plan_target(
         found,
@@ -93,6 +97,7 @@ def plan(
         layout=layout,
         block_size=block_size,
         chunk=chunk,
+        **asked,
     )
     speed = read_bandwidth() if bandwidth is None else bandwidth * 1e9
     report = make_report(

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import click
 
 from kvad.cache.formats import FORMATS
 from kvad.cli.common import format_bytes
+from kvad.cli.policies import policies_asked, policy_options
 from kvad.errors import DataError, counted
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ __all__ = [
 __all__ += ["read_stdin", "stats_lines"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+ENDS = {"max_tokens": "--max-tokens", "model": "the model's limit", "cache": "the cache's", "pool": "a full pool"}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FORMAT_OPTIONS = (
     click.option("--cache-dtype", type=click.Choice(tuple(FORMATS)), help="What is stored [default: the model's]."),
@@ -63,6 +66,7 @@ def cache_options(command: Command) -> Command:
         click.option("--block-size", type=int, help="Slots of a block [default: 16]."),
         click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
         deterministic_option,
+        policy_options,
     ]
     for option in reversed(options):
         command = option(command)
@@ -96,7 +100,8 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "capacity": options["context"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
-    return LLM.load(model, deterministic=options["deterministic"], **formats_asked(options), **fields)
+    chosen = {**formats_asked(options), **policies_asked(options)}
+    return LLM.load(model, deterministic=options["deterministic"], **chosen, **fields)
 
 
 def read_stdin() -> str:
@@ -138,8 +143,8 @@ class Interrupt:
 
 @dataclass(frozen=True)
 class GroupUse:
-    """Blocks of one cache group: read by rows now, at the peak, kept for reuse, free; and bytes, columns and scales
-    included.  ``stored``: the format of its keys and values."""
+    """Blocks of one cache group: read by rows now, at the peak, kept for reuse, free, left free by admissions; and
+    bytes, columns and scales included.  ``stored``: the format of its keys and values."""
 
     layers: int
     window: int | None
@@ -147,6 +152,7 @@ class GroupUse:
     peak: int
     evictable: int
     free: int
+    watermark: int
     total: int
     block_bytes: int
     pool_bytes: int
@@ -156,7 +162,8 @@ class GroupUse:
 
 @dataclass(frozen=True)
 class RunStats:
-    """Seconds and milliseconds as named; ``engine_ms`` and ``model_ms`` are per generated token, over all rows."""
+    """Seconds and milliseconds as named; ``engine_ms`` and ``model_ms`` are per generated token, over all rows.
+    ``ended``: samples, by what ended them: a limit ("max_tokens", "model", "cache", "pool"), or "stop" and the like."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -172,10 +179,11 @@ class RunStats:
     prefix_misses: int
     preemptions: int
     evictions: int
+    ended: Mapping[str, int]
 
 
-def group_use(llm: LLM, peak: tuple[int, ...] | None = None) -> tuple[GroupUse, ...]:
-    """The cache as it is now, group by group."""
+def group_use(llm: LLM) -> tuple[GroupUse, ...]:
+    """The cache as it is now, group by group; its peak since the last :class:`Meter` was made."""
     from kvad.cache.formats import joined
     from kvad.cache.sizing import group_bytes
 
@@ -183,15 +191,15 @@ def group_use(llm: LLM, peak: tuple[int, ...] | None = None) -> tuple[GroupUse, 
     stats = ledger.stats()
     for index, group in enumerate(ledger.groups):
         size = group_bytes(group)
-        used = stats.used[index]
         made.append(
             GroupUse(
                 layers=len(group.layers),
                 window=group.mixer.window,
-                used=used,
-                peak=used if peak is None else peak[index],
+                used=stats.used[index],
+                peak=stats.peak[index],
                 evictable=stats.evictable[index],
                 free=stats.free[index],
+                watermark=stats.watermark[index],
                 total=stats.total[index],
                 block_bytes=size.total // group.blocks,
                 pool_bytes=size.total,
@@ -208,18 +216,20 @@ class Meter:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._times, self._ledger = replace(llm.engine.times), llm.engine.ledger.stats()
-        self._peak = [0] * len(self._ledger.used)
+        llm.engine.ledger.restart_peak()
         self._usages: dict[int, Usage] = {}
+        self._ended: Counter[str] = Counter()
         self._tokens = 0
         self._began, self._first = time.perf_counter(), 0.0
 
     def see(self, piece: Piece) -> None:
-        self._peak = [max(a, b) for a, b in zip(self._peak, self._llm.engine.ledger.stats().used, strict=True)]
         if piece.request not in self._usages:
             self._usages[piece.request] = self._llm.engine.usage(piece.request)
         if piece.token is not None:
             self._tokens += 1
             self._first = self._first or time.perf_counter()
+        if piece.finish is not None:
+            self._ended[piece.limit or piece.finish] += 1
 
     def usage(self, request: int) -> Usage:
         return self._usages[request]
@@ -239,11 +249,12 @@ class Meter:
             engine_ms=1e3 * (total - model) / max(1, self._tokens),
             model_ms=1e3 * model / max(1, self._tokens),
             steps=times.steps - self._times.steps,
-            cache=group_use(self._llm, tuple(self._peak)),
+            cache=group_use(self._llm),
             prefix_hits=ledger.hits - self._ledger.hits,
             prefix_misses=ledger.misses - self._ledger.misses,
             preemptions=sum(usage.preemptions for usage in usages),
             evictions=sum(ledger.evictions) - sum(self._ledger.evictions),
+            ended=dict(self._ended),
         )
 
 
@@ -257,6 +268,7 @@ def stats_lines(stats: RunStats) -> list[str]:
         *(f"cache      {line}" for line in cache_lines(stats.cache)),
         f"prefix     {counted(stats.prefix_hits, 'hit')}, {counted(stats.prefix_misses, 'miss', 'misses')}",
         f"pressure   {counted(stats.preemptions, 'preemption')}, {counted(stats.evictions, 'eviction')}",
+        f"ended      {', '.join(f'{count} by {ENDS.get(by, by)}' for by, count in stats.ended.items()) or 'nothing'}",
     ]
 
 
@@ -269,7 +281,8 @@ def _cache_line(use: GroupUse) -> str:
     scales = f", {format_bytes(use.scale_bytes)} of it scales" if use.scale_bytes else ""
     return (
         f"{counted(use.layers, 'layer')}, {'all tokens' if use.window is None else f'window of {use.window}'}: "
-        f"{use.used} of {counted(use.total, 'block')} in use, {use.evictable} kept for reuse, {use.free} free; "
+        f"{use.used} of {counted(use.total, 'block')} in use, {use.evictable} kept for reuse, {use.free} free "
+        f"(watermark {use.watermark}); "
         f"peak {use.peak} = {format_bytes(use.peak * use.block_bytes)} of {format_bytes(use.pool_bytes)} "
         f"in {use.stored}{scales}"
     )

@@ -46,7 +46,7 @@ _FIELDS = tuple(flag.removeprefix("--").replace("-", "_") for flag, _, _ in _NUM
 def sampling_options(command: Command) -> Command:
     """All of them but ``--n`` and the log-probabilities, which only ``kvad generate`` has."""
     options = [
-        click.option("--max-tokens", type=int, help="New tokens, at most [default: 128]."),
+        click.option("--max-tokens", type=int, help="New tokens, at most [default: 128; --endless: no end]."),
         *(click.option(flag, type=kind, help=text) for flag, kind, text in _NUMBERS),
         click.option("--logit-bias", multiple=True, metavar="ID=V", help="Add V to the logit of token ID. Repeatable."),
         click.option("--bad-word", multiple=True, metavar="TEXT", help="Never complete TEXT, or it after a space."),
@@ -81,10 +81,13 @@ def check_ranges(asked: Mapping[str, Any]) -> None:
     Sampling.of(**{name: value for name, value in asked.items() if name not in of_beams})
 
 
-def choose_sampling(llm: LLM, asked: Mapping[str, Any], words: Sequence[str]) -> Sampling:
-    """The options over the checkpoint's own defaults, with the bad words as this tokenizer spells them."""
+def choose_sampling(llm: LLM, asked: Mapping[str, Any], words: Sequence[str], *, endless: bool = False) -> Sampling:
+    """The options over the checkpoint's own defaults, with the bad words as this tokenizer spells them.  ``endless``:
+    what is not said of the length is no length."""
     chosen = llm.sampling(**asked)
-    if chosen.max_tokens is None:
+    if endless and "max_tokens" not in asked:
+        chosen = replace(chosen, max_tokens=None)
+    elif chosen.max_tokens is None:
         chosen = replace(chosen, max_tokens=MAX_TOKENS)
     return _with_bad_words(chosen, words, llm.tokenizer)
 

@@ -10,6 +10,7 @@ import click
 
 from kvad.cli.common import given, model_argument
 from kvad.cli.lines import Lines, Task, answered, line_options, look, printer, tell, tokenizer_of
+from kvad.cli.policies import policies_asked, short_policy_options
 from kvad.cli.running import format_options, formats_asked
 from kvad.cli.sampling import check_ranges
 from kvad.errors import RequestError, UsageError
@@ -47,6 +48,7 @@ class Translation(NamedTuple):
 @click.option("--rows", type=int, help=f"Of the cache: a line takes one per beam [default: for {MOST_LINES} lines].")
 @click.option("--context", type=int, help="Tokens of the longest row of the cache [default: what --max-tokens takes].")
 @format_options
+@short_policy_options
 @line_options
 def translate(model: Path, file: Path | None, **options: Any) -> None:
     """Translate every line of FILE, or of standard input.
@@ -73,6 +75,7 @@ def translate(model: Path, file: Path | None, **options: Any) -> None:
 def _check(options: Mapping[str, Any]) -> None:
     """What can be refused before anything is opened."""
     check_ranges(given(options, ASKED))
+    policies_asked(options)
     if options["n_best"] < 1:
         raise RequestError(f"--n-best: {options['n_best']} is out of range, must be at least 1")
     if options["beams"] is not None and options["n_best"] > options["beams"] and options["temperature"] is None:
@@ -109,14 +112,8 @@ def _load(opened: Opened, sampling: Mapping[str, Any], options: Mapping[str, Any
     if options["rows"] is not None and options["rows"] < each:
         raise UsageError(f"--rows {options['rows']}: a line's {each} beams or samples take a row each", f"give {each}")
     rows = _rows(opened, each, options, capacity) if options["rows"] is None else options["rows"]
-    return LLM.load(
-        opened.path,
-        dtype=options["dtype"],
-        rows=rows,
-        capacity=capacity,
-        deterministic=options["deterministic"],
-        **formats_asked(options),
-    )
+    chosen = {**formats_asked(options), **policies_asked(options), "deterministic": options["deterministic"]}
+    return LLM.load(opened.path, dtype=options["dtype"], rows=rows, capacity=capacity, **chosen)
 
 
 def _rows(opened: Opened, each: int, options: Mapping[str, Any], capacity: int) -> int:
@@ -129,11 +126,12 @@ def _rows(opened: Opened, each: int, options: Mapping[str, Any], capacity: int) 
     assert source is not None, "an encoder-decoder has a source"
     stored = str(opened.stored).removeprefix("torch.")
     computed = options["dtype"] or ("float32" if stored == "float16" else stored)
-    formats: dict[str, Any] = {name.removeprefix("cache_"): value for name, value in formats_asked(options).items()}
+    fields: dict[str, Any] = {name.removeprefix("cache_"): value for name, value in formats_asked(options).items()}
+    fields |= policies_asked(options)
     lines = max(1, min(MOST_LINES, MOST_ROWS // each))
     while lines > 1 and have is not None:
         cache = CacheConfig(
-            rows=lines * each, capacity=capacity, source_capacity=source.limit, **{"dtype": computed, **formats}
+            rows=lines * each, capacity=capacity, source_capacity=source.limit, **{"dtype": computed, **fields}
         )
         if plan_memory(opened.config, cache, weights_dtype=computed).total <= have // 2:
             break

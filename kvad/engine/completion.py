@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kvad.cache.full import LimitName
 from kvad.engine.request import FinishReason, TokenScore
 
 __all__ = ["Completion", "Sample", "TextScore", "Timings", "Usage"]
@@ -35,13 +36,15 @@ class Timings:
 @dataclass(frozen=True)
 class Sample:
     """One continuation.  ``tokens`` holds every generated token, the stop token too; ``text`` never shows it.
-    ``total``: of a beam search, its sum of log-probabilities over the length penalty."""
+    ``total``: of a beam search, its sum of log-probabilities over the length penalty.  ``limit``: where it ended by its
+    length, whose limit that was: "max_tokens", "model", "cache" (its capacity) or "pool" (no block was left)."""
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenScore, ...]
     finish_reason: FinishReason
     total: float | None = None
+    limit: LimitName | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class Completion:
     @property
     def finish_reason(self) -> FinishReason:
         return self.samples[0].finish_reason
+
+    @property
+    def limit(self) -> LimitName | None:
+        return self.samples[0].limit
 
 
 @dataclass(frozen=True)

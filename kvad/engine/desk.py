@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
+from kvad.cache.full import LimitName
 from kvad.engine.completion import Completion, Sample, Timings, Usage
 from kvad.engine.engine import Engine, Piece
 from kvad.engine.request import Sampling, TokenScore
@@ -115,6 +116,7 @@ class Ticket:
         texts, tokens = [""] * n, [list[int]() for _ in range(n)]
         scores, reasons = [list[TokenScore]() for _ in range(n)], ["stop"] * n
         totals: list[float | None] = [None] * n
+        limits: list[LimitName | None] = [None] * n
         prompt: list[TokenScore] = []
         for piece in self.pieces():
             texts[piece.sample] += piece.text
@@ -125,11 +127,14 @@ class Ticket:
                 scores[piece.sample].append(piece.score)
             if piece.finish is not None:
                 reasons[piece.sample], totals[piece.sample] = piece.finish, piece.total
+                limits[piece.sample] = piece.limit
         cached = self._usage.cached
         self.desk.forget(self.request)
         samples = tuple(
-            Sample(text, tuple(ids), tuple(score), reason, total)  # type: ignore[arg-type]
-            for text, ids, score, reason, total in zip(texts, tokens, scores, reasons, totals, strict=True)
+            Sample(text, tuple(ids), tuple(score), reason, total, limit)
+            for text, ids, score, reason, total, limit in zip(
+                texts, tokens, scores, reasons, totals, limits, strict=True
+            )
         )
         count = sum(map(len, tokens))
         return Completion(samples, Usage(self._num_prompt, count, cached), _timings(self._usage, count), tuple(prompt))

@@ -14,11 +14,14 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from kvad.cache.full import LimitName
 from kvad.cache.ledger import Ledger
 from kvad.cache.memory import Memory
 from kvad.cache.planning import check_policy
+from kvad.cache.settle import settle
 from kvad.cache.sizing import CacheConfig, groups
 from kvad.config import mixers
+from kvad.engine.limits import Limits
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
 from kvad.engine.row import Encoding
 from kvad.engine.runner import Runner
@@ -40,13 +43,12 @@ __all__ = ["Engine", "Piece", "StepTimes"]
 # beside its reading, and joining would copy weights that are mapped from a file.
 PACKED = 1 << 28
 
-ENDLESS = 1 << 40  # tokens of a row without a limit
-
 _ENCODER_CAN = "it can embed, tag, classify or fill masks, as its head says"
 
 
 class Piece(NamedTuple):
-    """What one step gave one sample: new text (UTF-8 whole, never part of a stop string), its token, or the end."""
+    """What one step gave one sample: new text (UTF-8 whole, never part of a stop string), its token, or the end
+    (``limit``: which one it came to, where it ended by its length)."""
 
     request: int
     sample: int
@@ -58,6 +60,7 @@ class Piece(NamedTuple):
     error: str | None = None
     output: Tensor | None = None
     total: float | None = None
+    limit: LimitName | None = None
 
 
 @dataclass
@@ -73,6 +76,7 @@ class StepTimes:
 class Engine:
     """One model, one cache, many requests.  Not safe for several threads: :class:`kvad.llm.LLM` holds the lock.
 
+    ``cache``: settled for this model (``cache/settle.py``) and kept so.
     ``budget``: at most so many new tokens per step; ``cache.chunk``: at most so many of them for one row.
     ``stop_tokens``: what ends a text; the tokenizer's separator and end where none are given.  ``deterministic``: a
     request's logits and tokens are the same, bit for bit, whatever runs beside it and however its tokens are cut into
@@ -91,6 +95,7 @@ class Engine:
         probe: Probe | None = None,
         stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
+        cache = settle(model.config, cache)
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.device = model.table.device
         check_policy(model.config, cache, deterministic=deterministic)
@@ -107,12 +112,13 @@ class Engine:
             kernel=kernel,
             probe=probe,
         )
-        self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows)
-        limit = ENDLESS if cache.endless else min(model.config.limit, cache.capacity)
-        self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=cache.chunk, limit=limit)
+        self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows, watermark=cache.watermark)
+        self.limits = Limits.of(model.config.limit, cache)
+        chunk = min(cache.chunk, cache.capacity)  # what a window's pool is sized for
+        self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=chunk, limit=self.limits)
         self.runner = Runner(model, self.memory)
         self.times = StepTimes()
-        self._limit, self._next, self._ends = limit, 0, stop_tokens
+        self._next, self._ends = 0, stop_tokens
         self._texts: dict[tuple[int, int], _Text] = {}
         self._undelivered: list[Piece] = []
 
@@ -269,8 +275,9 @@ class Engine:
 
     def _root(self, tokens: Sequence[int], sampling: Sampling, salt: str, source: Sequence[int] | None = None) -> bytes:
         """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
-        wanted = len(tokens) + (self._limit if sampling.max_tokens is None else sampling.max_tokens)
-        regime = self.runner.regime(min(self._limit, wanted, self.model.config.limit))
+        longest = self.limits.longest(sampling)[0]
+        wanted = len(tokens) + (longest if sampling.max_tokens is None else sampling.max_tokens)
+        regime = self.runner.regime(min(longest, wanted, self.model.config.limit))
         kept = f"{self.cache.kept}\0{self.cache.endless}\0{self.cache.rotate}"
         name = f"{salt}\0{self.cache.stored}\0{kept}\0{regime}\0{'' if source is None else list(source)}"
         return hashlib.blake2b(name.encode(), digest_size=16).digest()
@@ -290,7 +297,8 @@ class Engine:
             if finish is not None:
                 del self._texts[event.request, event.sample]
         numbers = event.token, event.score, event.prompt
-        return Piece(event.request, event.sample, emitted, *numbers, finish, error, event.output, event.total)
+        limit = event.limit if finish == "length" else None
+        return Piece(event.request, event.sample, emitted, *numbers, finish, error, event.output, event.total, limit)
 
     def _text_of(self, text: _Text, event: Event) -> tuple[str, FinishReason | None]:
         """What this event adds to its sample's text, and how the sample ends if it does."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from kvad.cache.full import ON_FULL, LimitName, OnFull
 from kvad.errors import RequestError, nearest
 
 __all__ = ["Event", "FinishReason", "Result", "Sampling", "TokenScore"]
@@ -30,7 +31,9 @@ class Sampling:
 
     ``temperature`` 0 is greedy (ties: the lowest id).  Filters apply in this order: bans (``bad_words``,
     ``min_tokens``), ``logit_bias``, penalties, temperature, ``top_k``, ``top_p``, ``min_p``, ``typical_p``.
-    ``max_tokens``: at most so many; the model's limit may end a sample before (finish reason "length" either way).
+    ``max_tokens``: at most so many; the model's or the cache's limit may end a sample before (finish reason "length"
+    either way; ``Event.limit`` says which).  ``on_full``: what is done at a limit and when the pool runs out, one of
+    kvad/cache/full.py; None: as the engine does.
     ``min_tokens``: before it, end tokens are banned and stop strings are not looked for.
     ``stop_tokens`` end a sample and are not part of its text; ``stop`` are strings, matched across token boundaries.
     ``ignore_eos`` goes on past the tokenizer's end tokens.  ``logprobs``: the number of alternatives reported beside
@@ -70,6 +73,7 @@ class Sampling:
     length_form: Literal["length", "gnmt"] = "length"
     early_stopping: bool | Literal["never"] = False
     patience: float = 1.0
+    on_full: OnFull | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -117,6 +121,8 @@ def _check(s: Sampling) -> None:
         _number(f"logit_bias[{token}]", bias, -1000, 1000)
     if s.max_tokens is not None and s.min_tokens > s.max_tokens:
         raise RequestError(f"min_tokens {s.min_tokens} exceeds max_tokens {s.max_tokens}")
+    if s.on_full is not None and s.on_full not in ON_FULL:
+        raise RequestError(f"on_full: {s.on_full!r}", nearest(str(s.on_full), ON_FULL))
     _check_beams(s)
     if any(not text for text in s.stop):
         raise RequestError("stop: an empty string would stop at once")
@@ -205,7 +211,7 @@ class Result(NamedTuple):
 class Event(NamedTuple):
     """One thing that happened to one sample of a request: a token, prompt scores, an encoder's answer, or its end.
 
-    ``total``: the score of a beam search's hypothesis, with its end.
+    ``total``: the score of a beam search's hypothesis, with its end.  ``limit``: of the finish reason "length", which.
     """
 
     request: int
@@ -217,3 +223,4 @@ class Event(NamedTuple):
     error: str | None = None
     output: Any = None
     total: float | None = None
+    limit: LimitName | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvad.cache.full import LimitName, OnFull
 from kvad.cache.ledger import Parked, Placed
 from kvad.cache.sources import PlacedSources
 from kvad.engine.beams import BeamGroup
@@ -37,14 +38,16 @@ class Usage:
 class Row:
     """One sample of one request.  ``tokens``: prompt and generated; ``computed``: how many are in the cache.
 
-    ``encoded``: its source can be read (there is none, or it is written).  ``pending``: a beam's candidates, until all
-    beams of the request have theirs."""
+    ``limit``: tokens, prompt included, that it may reach, ``by`` whose limit.  ``encoded``: its source can be read
+    (there is none, or it is written).  ``pending``: a beam's candidates, until all beams of the request have theirs."""
 
     __slots__ = (
+        "by",
         "computed",
         "encoded",
         "group",
         "limit",
+        "on_full",
         "order",
         "parked",
         "pending",
@@ -61,7 +64,9 @@ class Row:
         "width",
     )
 
-    def __init__(self, group: Request, sample: int, tokens: list[int], limit: int) -> None:
+    def __init__(
+        self, group: Request, sample: int, tokens: list[int], limit: int, by: LimitName, on_full: OnFull
+    ) -> None:
         self.group = group
         self.request = group.id
         self.sample = sample
@@ -70,7 +75,8 @@ class Row:
         self.order = (group.arrival, sample)
         self.tokens = tokens
         self.prompt_len = len(tokens)
-        self.limit = limit  # tokens, prompt included, that this row may reach
+        self.limit, self.by = limit, by
+        self.on_full = on_full
         self.computed = 0
         self.encoded = group.source is None
         self.pending: tuple[tuple[int, float], ...] | None = None
@@ -91,9 +97,23 @@ class Row:
 
 
 class Request:
-    """``source``: what the encoder reads, where there is one; ``beams``: the search over it, where it is one."""
+    """``source``: what the encoder reads, where there is one; ``beams``: the search over it, where it is one;
+    ``promised``: blocks of each group that are kept for it (``limits.py``)."""
 
-    __slots__ = ("arrival", "beams", "id", "live", "root", "rows", "sampling", "source", "stop_tokens", "usage", "want")
+    __slots__ = (
+        "arrival",
+        "beams",
+        "id",
+        "live",
+        "promised",
+        "root",
+        "rows",
+        "sampling",
+        "source",
+        "stop_tokens",
+        "usage",
+        "want",
+    )
 
     def __init__(
         self,
@@ -109,6 +129,7 @@ class Request:
         self.want = want  # of an encoder's answer: what the head says, or hidden states pooled: "mean", "first"
         self.source = source
         self.beams: BeamGroup | None = None
+        self.promised: tuple[int, ...] | None = None
         self.live: list[Row] = []  # the beams, best first
         self.id = number
         self.arrival = arrival

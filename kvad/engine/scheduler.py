@@ -7,27 +7,32 @@ its row; sources that wait are encoded together.
 who waits, first come, first served, all under ``budget`` tokens and ``rows`` seats; a plan is already placed by the
 ledger.  ``settle`` takes what came out and says what happened.  One plan may be in flight.
 
-Invariants: the oldest row always advances, so everything ends; a row's tokens do not depend on its neighbours; a row
+Invariants: the oldest row advances or ends, so everything ends; a row's tokens do not depend on its neighbours; a row
 is in exactly one of *waiting* (no seat, no blocks), *running* (a seat) and *done*.
 
 A beam search's beams are rows that go on together: each waits until all have their candidates, then some are forked
 (blocks shared, copied when written) and some given up.  They are preempted together.
 
 When a pool is full the youngest running row is preempted: it gives its blocks back (published ones may survive until
-it returns), waits at its old place in the queue and computes its tokens again.
+it returns), waits at its old place in the queue and computes its tokens again (or, where a policy would not choose the
+same again, is parked).  A row that says "stop" ends instead, when it is the one that cannot grow; one that says
+"refuse" never gives way: its blocks were promised when it came (``limits.py``).
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvad.cache.full import LimitName
 from kvad.cache.ledger import Ledger, Placed
 from kvad.engine.beams import BeamGroup
 from kvad.engine.lanes import Item, Lanes, fold_lanes
+from kvad.engine.limits import Limits, Promises
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
 from kvad.engine.row import DONE, IDLE, RUNNING, WAITING, Encoding, Plan, Request, Row, Usage, Work
 from kvad.errors import ConfigError, RequestError
@@ -36,6 +41,7 @@ from kvad.step import Lane, Moves
 __all__ = ["Plan", "Row", "Scheduler", "SchedulerStats", "Usage", "Work"]
 
 KEPT_USAGES = 4096  # of ended requests, the latest
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Owns the ledger.  ``budget``: tokens per step; ``chunk``: of one row; ``limit``: tokens of the longest row."""
+    """Owns the ledger.  ``budget``: tokens per step; ``chunk``: of one row; ``limit``: tokens of the longest row, or
+    all that there is to say of where rows end."""
 
     def __init__(
         self,
@@ -57,17 +64,19 @@ class Scheduler:
         rows: int,
         budget: int,
         chunk: int,
-        limit: int,
+        limit: int | Limits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if rows < 1 or chunk < 1 or limit < 1:
-            raise ConfigError(f"rows {rows}, chunk {chunk} and limit {limit} must be at least 1")
+        limits = limit if isinstance(limit, Limits) else Limits(limit)
+        if rows < 1 or chunk < 1 or limits.row < 1:
+            raise ConfigError(f"rows {rows}, chunk {chunk} and limit {limits.row} must be at least 1")
         if budget < rows:
             raise ConfigError(f"budget: {budget} tokens per step do not give each of {rows} rows one")
         self.ledger = ledger
         self._budget = budget
         self._chunk = chunk
-        self._limit = limit
+        self.limits = limits
+        self._promises = Promises(ledger.groups, ledger.spare)
         self._clock = clock
         self._seats = list(range(rows))  # free ones, a heap: the lowest first
         self._num_seats = rows
@@ -99,13 +108,15 @@ class Scheduler:
         ``source``: what an encoder reads, known to it; ``prompt`` then begins the target, or is empty: the encoder's
         answer itself is wanted (``want``: the head's, or its states pooled by "mean" or "first"), as the one event.
 
-        RequestError: no prompt; a prompt beyond the model's limit; more tokens than the whole pool could hold.
-        ``max_tokens=None`` goes up to the model's limit or to what the pool holds, whichever is less.
+        RequestError: no prompt; a prompt beyond the model's limit; more tokens than the whole pool could hold; a way to
+        go on that the cache was not laid out for; what "refuse" refuses.  ``max_tokens=None`` goes up to the model's
+        limit, the cache's or what the pool holds, whichever is less, or without an end where there is none.
         """
         assert request_id not in self._requests, f"request {request_id} is running already"
         answered = source is not None and not prompt
         self._check_source(source, answered)
-        limit = 0 if answered else self._row_limit(prompt, sampling)
+        on_full = self.limits.on_full if answered else self.limits.chosen(sampling)
+        limit, by = (0, None) if answered else self.limits.end(len(prompt), sampling, self.ledger.capacity)
         usage = Usage(len(prompt) if source is None else len(source), self._clock())
         stops = stop_tokens | frozenset(sampling.stop_tokens)
         read = None if source is None else tuple(source)
@@ -115,9 +126,11 @@ class Scheduler:
             self._check_beams(sampling, limit)
             if limit > len(prompt):  # else there is nothing to search
                 request.beams = BeamGroup(sampling, len(prompt), limit, stops)
+        if on_full == "refuse" and not answered:
+            request.promised = self._promises.take(max(sampling.n, sampling.beams), max(len(prompt), limit - 1))
         self._requests[request_id] = request
         for sample in range(sampling.n if request.beams is None else sampling.beams):
-            row = Row(request, sample, list(prompt), limit)
+            row = Row(request, sample, list(prompt), limit, by or "model", on_full)
             request.rows.append(row)
             if request.beams is not None and sample:
                 row.state = IDLE
@@ -141,27 +154,6 @@ class Scheduler:
                 f"the cache has no room for {sampling.beams} beams of {limit} tokens",
                 "ask for fewer beams or tokens, or give the cache more blocks",
             )
-
-    def _row_limit(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        length, holds = len(prompt), self.ledger.capacity
-        if not length:
-            raise RequestError("the prompt is empty: a model continues at least one token")
-        if length > self._limit:
-            raise RequestError(
-                f"the prompt has {length} tokens, the limit is {self._limit}", "shorten the prompt, nothing is cut"
-            )
-        if sampling.max_tokens is None:
-            limit = min(self._limit, max(length, holds + 1))  # the last token is sampled, never stored
-        else:
-            limit = min(self._limit, length + sampling.max_tokens)
-        needed = max(length, limit - 1)
-        if needed > holds:
-            raise RequestError(
-                f"{length} prompt tokens and max_tokens {sampling.max_tokens} need room for {needed} tokens, "
-                f"the whole cache holds {holds} of one row",
-                "ask for fewer tokens, or give the cache more blocks",
-            )
-        return limit
 
     def _check_source(self, source: Sequence[int] | None, answered: bool) -> None:
         """The caller knows the encoder's own limit; here it is what the cache holds."""
@@ -230,7 +222,7 @@ class Scheduler:
             if placed is not None:
                 return self._depart(*placed)
             if self._running:
-                self._preempt(self._running[-1])
+                self._give_way(items)
                 # Alone, without shared blocks, it will fit: try again at once.  So do beams that waited for others.
                 admitting = not items or not self._running
             elif not self._waiting:
@@ -269,7 +261,7 @@ class Scheduler:
             if row.group.source is not None or not self._ready(row):
                 place += 1
                 continue
-            if not self._enter(row, alone=not self._running and not fresh):
+            if not self._enter(row, not self._running and not fresh, fresh):
                 self._blocked = self.ledger.releases
                 break
             del self._waiting[place]
@@ -332,7 +324,15 @@ class Scheduler:
             return True
         return first.state == RUNNING and first.computed >= row.prompt_len
 
-    def _enter(self, row: Row, alone: bool) -> bool:
+    def _claims(self, fresh: Sequence[Item]) -> list[tuple[int, int]]:
+        """Rows that have still to take blocks for what they were admitted with.  An admission looks past them, as long
+        as no watermark has to be kept: they may preempt it."""
+        if not any(self.ledger.spare):
+            return []
+        rows = [*self._running, *(row for _, row, _ in fresh)]
+        return [(row.seat, len(row.tokens)) for row in rows]
+
+    def _enter(self, row: Row, alone: bool, fresh: Sequence[Item] = ()) -> bool:
         """Give a row a seat and what the cache knows of it; False, and no change, if its tokens have no room now."""
         idle = self._idle_beams(row)
         if len(self._seats) <= len(idle):
@@ -350,7 +350,7 @@ class Scheduler:
             self._leave(row, seated=False)
             return False
         row.computed = length
-        if not alone and not self.ledger.fits(seat, len(row.tokens)):
+        if not alone and not self.ledger.fits(seat, len(row.tokens), self._claims(fresh)):
             self._leave(row, seated=False)
             return False
         heapq.heappop(self._seats)
@@ -418,12 +418,42 @@ class Scheduler:
                 self._unseat_idle(row.group)
             self._blocked = self.ledger.releases
             if not items and not fresh and not self._running:
-                self._end(row, "length", f"the cache has no room for {len(row.tokens)} tokens of one row", tell=True)
+                error = f"the cache has no room for {len(row.tokens)} tokens of one row"
+                self._end(row, "length", error, limit="pool", tell=True)
             else:
                 insort(self._waiting, row, key=_order)
         return None
 
+    def _give_way(self, items: Sequence[Item]) -> None:
+        """The pool has run out: the youngest row that may give way does.  A row that says "stop" does so only where it
+        is one that cannot grow, or where one that was promised room cannot."""
+        growing = {id(row) for _, row, new in items if row.on_full != "preempt" and self.ledger.grows(row.seat, new)}
+        yielding = [row for row in reversed(self._running) if row.on_full != "refuse"]
+        assert yielding, "rows that were promised room have none"
+        row = next((row for row in yielding if not _says_stop(row) or id(row) in growing), yielding[0])
+        if _says_stop(row):
+            self._stop(row)
+        else:
+            self._preempt(row)
+
+    def _stop(self, row: Row) -> None:
+        """End a row with what it has, or a search with the best of it."""
+        self._log("a row is ended", row)
+        if row.group.beams is not None:
+            self._pending.extend(self._end_beams(row.group, limit="pool"))
+        else:
+            self._end(row, "length", limit="pool", tell=True)
+
+    def _log(self, what: str, row: Row) -> None:
+        if LOG.isEnabledFor(logging.INFO):
+            stats = self.ledger.stats()
+            LOG.info(
+                "the pool has run out: %s (request %d, sample %d); blocks used %s, peak %s, watermark %s, of %s",
+                what, row.request, row.sample, stats.used, stats.peak, stats.watermark, stats.total,
+            )  # fmt: skip
+
     def _preempt(self, row: Row) -> None:
+        self._log("a row is preempted", row)
         rows = [row] if row.group.beams is None else [beam for beam in row.group.rows if beam.state == RUNNING]
         for each in rows:
             self._running.remove(each)
@@ -505,7 +535,7 @@ class Scheduler:
             elif samples:
                 events.append(self._sampled(row, result))
             elif end >= row.limit:  # nothing was to be generated
-                events.append(self._end(row, "length")._replace(prompt=_told(row)))
+                events.append(self._end(row, "length", limit=row.by)._replace(prompt=_told(row)))
         return events
 
     def _settle_encoding(self, encoding: Encoding, results: Sequence[Result]) -> list[Event]:
@@ -550,7 +580,8 @@ class Scheduler:
         if token in row.stop_tokens and row.generated > row.sampling.min_tokens:
             return self._end(row, "stop")._replace(token=token, score=result.score, prompt=prompt)
         if len(row.tokens) >= row.limit:
-            return self._end(row, "length")._replace(token=token, score=result.score, prompt=prompt)
+            end = self._end(row, "length", limit=row.by)
+            return end._replace(token=token, score=result.score, prompt=prompt)
         return Event(row.request, row.sample, token, result.score, prompt)
 
     def _fault(self, row: Row, fault: str) -> list[Event]:
@@ -596,9 +627,17 @@ class Scheduler:
         insort(self._running, twin, key=_order)
         return twin
 
-    def _end_beams(self, request: Request, reason: FinishReason | None = None, error: str | None = None) -> list[Event]:
-        """End a search: its best hypotheses, token by token, or (``reason``) nothing of it."""
+    def _end_beams(
+        self,
+        request: Request,
+        reason: FinishReason | None = None,
+        error: str | None = None,
+        limit: LimitName | None = None,
+    ) -> list[Event]:
+        """End a search: its best hypotheses, token by token, or (``reason``) nothing of it.  ``limit``: what ended
+        those that live, where it is not their own."""
         assert request.beams is not None
+        limit = limit or request.rows[0].by
         best = request.beams.best([row.tokens for row in request.live]) if reason is None else []
         if reason is None and len(best) < request.sampling.n:
             best, reason, error = [], "error", "no continuation of the beams is allowed"
@@ -614,13 +653,22 @@ class Scheduler:
         for number, each in enumerate(best):
             events.extend(Event(request.id, number, token) for token in each.tokens[:-1])
             last = each.tokens[-1] if each.tokens else None
-            events.append(Event(request.id, number, last, finish=each.finish, total=each.score))
+            by = limit if each.finish == "length" else None
+            events.append(Event(request.id, number, last, finish=each.finish, total=each.score, limit=by))
         if not best:
             ends = range(request.sampling.n)
             events = [Event(request.id, number, finish=reason or "error", error=error) for number in ends]
         return events
 
-    def _end(self, row: Row, reason: FinishReason, error: str | None = None, *, tell: bool = False) -> Event:
+    def _end(
+        self,
+        row: Row,
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        limit: LimitName | None = None,
+        tell: bool = False,
+    ) -> Event:
         if row.state == RUNNING:
             self._running.remove(row)
             self._leave(row, publish=reason != "error")
@@ -634,11 +682,13 @@ class Scheduler:
         request = row.group
         if all(sibling.state == DONE for sibling in request.rows):
             request.usage.finished = self._clock()
+            if request.promised is not None:
+                self._promises.give_back(request.promised)
             del self._requests[request.id]
             self._ended[request.id] = request.usage
             if len(self._ended) > KEPT_USAGES:
                 del self._ended[next(iter(self._ended))]
-        event = Event(row.request, row.sample, finish=reason, error=error)
+        event = Event(row.request, row.sample, finish=reason, error=error, limit=limit)
         if tell:
             self._pending.append(event)
         return event
@@ -660,6 +710,11 @@ class Scheduler:
             answered = (row.group.source is not None and not row.tokens) or row.pending is not None
             assert answered or row.computed < len(row.tokens) <= row.limit, "a row with nothing to compute is running"
         self.ledger.check()
+
+
+def _says_stop(row: Row) -> bool:
+    """Nothing is lost of a row that has said nothing yet: it can wait."""
+    return row.on_full == "stop" and row.generated > 0
 
 
 def _order(row: Row) -> tuple[int, int]:

@@ -28,16 +28,18 @@ class Texts:
     config: ModelConfig
     tokenizer: Tokenizer | None
     generation: Generation
+    endless: bool = False
 
-    def prompt(self, prompt: Prompt) -> list[int]:
-        """What a decoder continues; an empty text becomes the token that opens every text."""
+    def prompt(self, prompt: Prompt, *, whole: bool = False) -> list[int]:
+        """What a decoder continues; an empty text becomes the token that opens every text.  It may be as long as rows
+        may; ``whole``: as the model sees at once."""
         tokens = self._ids(prompt, self.tokenizer, None)
         if not tokens:
             opening = self._opening()
             if opening is None:
                 raise RequestError("the prompt is empty and this model has no opening token", "give at least one token")
             return [opening]
-        _check(tokens, "prompt", self.config.vocab, self.config.limit)
+        _check(tokens, "prompt", self.config.vocab, len(tokens) if self.endless and not whole else self.config.limit)
         return tokens
 
     def source(self, text: Prompt, language: str | None = None, *, specials: bool = False) -> list[int]:

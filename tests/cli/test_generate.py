@@ -320,7 +320,7 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(kvad, tmp_path):
         (("--logit-bias", "7"), "--logit-bias: '7' is not ID=V"),
         (("--logit-bias", "7=x"), "--logit-bias: '7=x' is not ID=V"),
         (("--stop", ""), "stop: an empty string"),
-        (("--temprature", 1), "Did you mean '--temperature'"),
+        (("--temprature", 1), "'--temperature'"),
         (("--layout", "heap"), "'heap' is not one of 'paged', 'contiguous'"),
         (("--cache-dtype", "int3"), "'int3' is not one of"),
     ],

@@ -244,7 +244,8 @@ class Stream:
         return "length" if len(self.solo.tokens) >= self.limit else None
 
     def _ended(self, event: Event) -> None:
-        if event.error is not None or event.finish != self._reason(event.token):
+        stopped = event.limit == "pool" and self.sampling.on_full == "stop" and event.finish == "length"
+        if event.error is not None or (event.finish != self._reason(event.token) and not stopped):
             raise Mismatch(f"{event} at {len(self.solo.tokens)} tokens of {self.limit}")
         if self.sampling.prompt_logprobs is not None and self.sample == 0:
             tokens, seen = self.solo.tokens, self.solo.seen
@@ -307,7 +308,11 @@ class World:
         self.setup = setup
         placed = groups(setup.mixers, setup.config)
         self.ledger = ledger(
-            placed, prefix=setup.config.prefix, seats=setup.config.rows, hasher=hasher(setup.hash_bits)
+            placed,
+            prefix=setup.config.prefix,
+            seats=setup.config.rows,
+            hasher=hasher(setup.hash_bits),
+            watermark=setup.config.watermark,
         )
         self.memory = memory(placed)
         self.time = 0.0

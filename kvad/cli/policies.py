@@ -1,0 +1,100 @@
+"""Options that say what stays in a cache and what is done when it is full; and telling, afterwards, what was done.
+
+No torch until a model is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kvad.cache.full import ON_FULL, LimitName, with_endless
+from kvad.cache.named import ABOUT
+from kvad.cache.sizing import CacheConfig
+from kvad.cli.common import given
+from kvad.errors import counted
+
+if TYPE_CHECKING:
+    from kvad.cache.sizing import Group
+    from kvad.llm import LLM
+
+__all__ = ["ending", "forgotten", "policies_asked", "policy_options", "short_policy_options"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+FIELDS = ("policy", "endless", "rotate", "on_full", "watermark")
+
+
+def _table(first: str, lines: Mapping[str, str]) -> str:
+    """A help text with a line for each name, kept as lines."""
+    width = max(map(len, lines))
+    return "\n".join([first, "", "\b", *(f"{name:<{width}}  {text}" for name, text in lines.items())])
+
+
+_ENDLESS = click.option("--endless", is_flag=True, help="Rows have no end; without --policy: --on-full sinks.")
+_OTHERS = (
+    click.option("--policy", metavar="NAME(N,...)", help=_table("What stays of a row [default: full].", ABOUT)),
+    click.option("--rotate", metavar="write|read", help="When RoPE turns a key: stored [default], or each time read."),
+    click.option(
+        "--on-full", metavar="NAME", help=_table("When a row or the pool is full [default: preempt].", ON_FULL)
+    ),
+    click.option("--watermark", type=float, help="Share of the blocks that an admission leaves free [default: 0]."),
+)
+
+
+def policy_options(command: Command) -> Command:
+    return _ENDLESS(short_policy_options(command))
+
+
+def short_policy_options(command: Command) -> Command:
+    """For a command whose rows all end: no --endless."""
+    for option in reversed(_OTHERS):
+        command = option(command)
+    return command
+
+
+def policies_asked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What of them was said, as fields of CacheConfig.  ConfigError for a value that no model's cache could have."""
+    said = with_endless({name: value for name, value in given(options, FIELDS).items() if value is not False})
+    CacheConfig(capacity=1, **said)
+    return said
+
+
+# ---------------------------------------------------------------- what was done
+
+
+def ending(llm: LLM, limit: LimitName | None) -> str:
+    """Why a text ended, where it was neither the model's doing nor the caller's; "" where it was."""
+    config, cache = llm.model.config, llm.engine.cache
+    more = "" if config.embed.position is not None else "; --endless goes on without its oldest tokens"
+    if limit == "model":
+        return f"ended at the model's limit of {counted(config.limit, 'token')}{'' if cache.endless else more}"
+    if limit == "cache":
+        return f"ended at the cache's limit of {counted(cache.capacity, 'token')} (--context)"
+    return "ended because the cache ran out of blocks" if limit == "pool" else ""
+
+
+def forgotten(llm: LLM, length: int) -> str:
+    """What a row of ``length`` tokens has lost by the cache's policy, in words; "" for nothing."""
+    from kvad.config import mixers
+
+    cache, ledger, own = llm.engine.cache, llm.engine.ledger, mixers(llm.model.config)
+    kept = [group for group in ledger.own if group.scored or group.levels or group.mixer != own[group.layers[0]]]
+    count = max((_lost(group, length) for group in kept), default=0)
+    if not count:
+        return ""
+    what = "stand in for themselves no more" if cache.kept.levels else "are out of sight"
+    return f"{count:,} of {counted(length, 'token')} {what}: {cache.policy}"
+
+
+def _lost(group: Group, length: int) -> int:
+    from kvad.step import Reach
+
+    if group.scored is not None:
+        return max(0, length // group.scored.every * group.scored.every - group.scored.budget)
+    if group.levels is not None:
+        policy = group.levels
+        moved = length // policy.every * policy.every - policy.recent - policy.sinks
+        return max(0, moved // group.block_size * group.block_size)
+    return max(0, Reach.of(group.mixer).oldest(length) - group.mixer.sinks)
