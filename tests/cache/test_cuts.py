@@ -1,7 +1,7 @@
 """The Ledger under policies, with no model: cuts, descents, sinks, parking; worked by hand with blocks of 4 slots.
 
-And at random, in pools that are nearly always full: a reservation succeeds or changes nothing, and is refused only where
-it could not be placed.
+And at random, in pools that are nearly always full: a reservation succeeds or changes nothing, and is refused only
+where it could not be placed.
 """
 
 from __future__ import annotations
