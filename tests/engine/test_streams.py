@@ -77,6 +77,10 @@ class Solo:
     def cut(self, length: int) -> None:
         del self.tokens[length:], self.seen[length:]
 
+    def again(self, tokens: Sequence[int]) -> Solo:
+        """The same row with other tokens, computed anew."""
+        return Solo(self.root, self.mixers, tokens, self.source)
+
 
 def written_source(source: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """What an encoder writes: each position's token, and all of the source."""
@@ -125,6 +129,10 @@ class FakeMemory:
             for number, (start, tokens) in enumerate(spans)
         ]
 
+    def spoil(self, g: int, slot: int) -> None:
+        """What lies there is garbage."""
+        self.history[g][slot] = 666
+
     def encode(self, sources: Sequence[Sequence[int]], placed: PlacedSources) -> None:
         self.apply(placed.moves)
         own = sum(not group.mixer.cross for group in self.groups)
@@ -169,13 +177,22 @@ class FakeMemory:
 
 
 class Setup(NamedTuple):
-    """One configuration of the world: which layers, which layout, how tight."""
+    """One configuration of the world: which layers, which layout, how tight.
+
+    ``spare``: no pool has more than so many blocks beside those of one row at its longest."""
 
     mixers: tuple[MixerSpec, ...]
     config: CacheConfig
     budget: int
     limit: int
     hash_bits: int = 128
+    spare: int | None = None
+
+    def groups(self) -> tuple[Group, ...]:
+        made, spare = groups(self.mixers, self.config), self.spare
+        if spare is None:
+            return made
+        return tuple(each._replace(blocks=min(each.blocks, each.blocks_per_row + spare + 2)) for each in made)
 
 
 SETUPS = {
@@ -291,7 +308,7 @@ def search(solo: Solo, sampling: Sampling, stops: frozenset[int], limit: int) ->
     while True:
         found = []
         for tokens in beams:
-            alone = Solo(solo.root, solo.mixers, tokens, solo.source)
+            alone = solo.again(tokens)
             found.append(continuations(alone.seen[-1], sampling, stops))
         children = group.advance(beams, found)
         if not children:
@@ -306,7 +323,7 @@ class World:
         self, setup: Setup, *, ledger: type[Ledger] = Ledger, memory: type[FakeMemory] = FakeMemory, check: bool = True
     ) -> None:
         self.setup = setup
-        placed = groups(setup.mixers, setup.config)
+        placed = setup.groups()
         self.ledger = ledger(
             placed,
             prefix=setup.config.prefix,
@@ -353,7 +370,7 @@ class World:
         elif self.ledger.capacity < limit:
             limit = max(len(prompt), self.ledger.capacity + 1)
         stops = stops | frozenset(sampling.stop_tokens)
-        solos = [Solo(root, self.setup.mixers, prompt, read or ()) for _ in range(sampling.n)]
+        solos = [self.alone(root, prompt, read or ()) for _ in range(sampling.n)]
         if sampling.beams > 1 and limit > len(prompt):
             self.streams[number] = dict(enumerate(map(Searched, search(solos[0], sampling, stops, limit))))
         else:
@@ -361,6 +378,9 @@ class World:
                 sample: Stream(solo, sample, sampling, stops, limit) for sample, solo in enumerate(solos)
             }
         return number
+
+    def alone(self, root: bytes, tokens: Sequence[int], source: Sequence[int]) -> Solo:
+        return Solo(root, self.setup.mixers, tokens, source)
 
     def cancel(self, number: int) -> None:
         told = self.scheduler.cancel(number)
@@ -414,7 +434,7 @@ class World:
                 own = len(self.ledger.own)
                 for g, slots in enumerate(encoding.placed.slots, own):
                     for slot in slots[begin : begin + len(row.group.source or ())]:
-                        self.memory.history[g][slot] = 666
+                        self.memory.spoil(g, slot)
         events = self.scheduler.settle(plan, results)
         self._judge(events)
         self.check()
@@ -436,7 +456,7 @@ class World:
         begin = sum(work.count for work in plan.work[:number])
         for g, slots in enumerate(plan.placed.slots):
             for slot in slots[begin : begin + plan.work[number].count]:
-                self.memory.history[g][slot] = 666
+                self.memory.spoil(g, slot)
 
     def step(self, faults: Callable[[Row], bool] = lambda row: False) -> list[Event]:
         plan = self.plan()
@@ -495,9 +515,11 @@ class World:
 class Driver:
     """Seeded random operations on a World; the prompts share prefixes of all lengths."""
 
+    world_type: type[World] = World
+
     def __init__(self, setup: Setup, seed: int, **parts: object) -> None:
         self.rng = random.Random(seed)
-        self.world = World(setup, **parts)  # type: ignore[arg-type]
+        self.world = self.world_type(setup, **parts)  # type: ignore[arg-type]
         self.stems = [[self.rng.randrange(3) for _ in range(setup.limit)] for _ in range(3)]
 
     def operate(self) -> None:
@@ -533,7 +555,7 @@ class Driver:
         if sampling.max_tokens is not None and len(prompt) + sampling.max_tokens - 1 > limit:
             sampling = Sampling(n=sampling.n, max_tokens=None)
         source = [rng.randrange(2) for _ in range(rng.choice((1, 4, 5, 5, 14)))]
-        if rng.random() < 0.2:
+        if rng.random() < 0.2 and not self.world.ledger.lossy:
             sampling = self.beams(len(prompt))
         self.world.add(prompt, sampling, rng.choice((b"", b"", b"", b"other")), EVERY_17TH, source)
 
@@ -600,12 +622,16 @@ class LedgerWorld:
 
     def __init__(self, setup: Setup, ledger: type[Ledger] = Ledger, memory: type[FakeMemory] = FakeMemory) -> None:
         self.setup = setup
-        placed = groups(setup.mixers, setup.config)
+        placed = setup.groups()
         self.seats = setup.config.rows
         self.ledger = ledger(placed, prefix=setup.config.prefix, seats=self.seats, hasher=hasher(setup.hash_bits))
         self.memory = memory(placed)
         self.longest = min(setup.config.capacity, self.ledger.capacity)
         self.rows: dict[int, Solo] = {}
+        self.forgets = self.ledger.lossy or any(mixer.window is not None for mixer in setup.mixers)
+
+    def alone(self, root: bytes, tokens: Sequence[int], source: Sequence[int]) -> Solo:
+        return Solo(root, self.setup.mixers, tokens, source)
 
     def admit(self, seat: int, tokens: Sequence[int], root: bytes) -> None:
         length = self.ledger.admit(seat, tokens, root)
@@ -617,7 +643,7 @@ class LedgerWorld:
         if source and not self.attach(seat, source, root):
             self.ledger.release(seat)
             return
-        self.rows[seat] = Solo(root, self.setup.mixers, tokens[:length], source)
+        self.rows[seat] = self.alone(root, tokens[:length], source)
 
     def attach(self, seat: int, source: tuple[int, ...], root: bytes) -> bool:
         known = self.ledger.attach(seat, source, root)
@@ -658,17 +684,15 @@ class LedgerWorld:
     def fork(self, seat: int, child: int, length: int) -> None:
         before = self.ledger.stats()
         if self.ledger.fork(seat, child, length):
-            parent = self.rows[seat]
-            self.rows[child] = Solo(parent.root, self.setup.mixers, (), parent.source)
-            self.rows[child].tokens, self.rows[child].seen = parent.tokens[:length], parent.seen[:length]
+            self.rows[child] = self.rows[seat].again(self.rows[seat].tokens[:length])
         else:
             assert self.ledger.stats() == before
-            assert any(mixer.window is not None for mixer in self.setup.mixers)
+            assert self.forgets
 
     def rewind(self, seat: int, length: int) -> None:
         kept = self.ledger.rewind(seat, length)
         assert kept in (0, min(length, len(self.rows[seat].tokens)))
-        assert kept or not length or any(mixer.window is not None for mixer in self.setup.mixers)
+        assert kept or not length or self.forgets
         self.rows[seat].cut(kept)
 
     def release(self, seat: int, publish: bool) -> None:
@@ -758,8 +782,11 @@ class StreamMachine(RuleBasedStateMachine):
 
     @initialize(name=st.sampled_from(sorted(SETUPS)))
     def start(self, name: str) -> None:
-        self.world = World(SETUPS[name])
-        self.longest = min(SETUPS[name].limit, self.world.ledger.capacity)
+        self.begin(World(SETUPS[name]))
+
+    def begin(self, world: World) -> None:
+        self.world = world
+        self.longest = min(world.setup.limit, world.ledger.capacity)
 
     @rule(
         prompt=TOKENS,
@@ -779,6 +806,7 @@ class StreamMachine(RuleBasedStateMachine):
     @rule(prompt=TOKENS, beams=st.integers(2, 3), new=st.integers(1, 5), early=st.sampled_from((True, False, "never")))
     def search(self, prompt: list[int], beams: int, new: int, early: bool | str) -> None:
         fits = self.world.ledger.holds(beams, min(len(prompt) + new, self.world.setup.limit))
+        fits = fits and not self.world.ledger.lossy
         if len(self.world.streams) < 8 and fits and beams <= self.world.setup.config.rows:
             sampling = Sampling(n=beams, beams=beams, max_tokens=new, early_stopping=early)  # type: ignore[arg-type]
             self.world.add(prompt, sampling)
