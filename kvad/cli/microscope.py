@@ -87,8 +87,8 @@ def examine(
 
         options["html"].write_text(page(slide), encoding="utf-8")
         click.echo(f"kvad: {options['html']}: open it in a browser", err=True)
+    from kvad.lab.drawslide import text
     from kvad.lab.slide import as_json as json_of
-    from kvad.lab.slide import text
 
     if as_json and out is None:
         emit_json(json_of(slide))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,14 +27,29 @@ from kvad.engine.request import Sampling
 from kvad.engine.runner import Runner
 from kvad.engine.scheduler import Plan, Work
 from kvad.errors import EngineError, RequestError
-from kvad.lab.slide import STATES, Block, Change, Level, Life, Line, Row, Slide, Span, Step, Why
+from kvad.lab.noted import (
+    AWAY,
+    EVICTED,
+    HOT,
+    NAMES,
+    PACKED,
+    SHARED,
+    SUMMARISED,
+    UNWRITTEN,
+    Noted,
+    Table,
+    blocks_of,
+    dropped,
+    laid,
+    scattered,
+    spread,
+)
+from kvad.lab.slide import STATES, Change, Level, Life, Line, Row, Slide, Span, Step, Why
 from kvad.ops.lanes import Seen
 from kvad.step import Mark, Reach
 
 __all__ = ["Recorder", "examine"]
 
-NAMES = tuple(STATES)  # a state's code is its place here
-HOT, SHARED, PACKED, SUMMARISED, AWAY, EVICTED, UNWRITTEN = range(len(NAMES))
 SIGNS = "".join(STATES.values())
 
 
@@ -67,47 +81,6 @@ def examine(
         return recorder.slide(model, piece)
 
 
-class _Table(NamedTuple):
-    """What a row could read of a group: its blocks, how many rows count on each, and the positions in their slots
-    ([S]; by layer [K, S] where heads differ)."""
-
-    blocks: tuple[int, ...]
-    refs: tuple[int, ...]
-    held: Tensor | dict[int, Tensor]
-
-
-class _Watched:
-    """One row.  ``codes``: per own group, [lines, positions] of states; ``changes``: per line of it."""
-
-    def __init__(self, number: int, row: rows.Row, claimed: int, lines: Sequence[int]) -> None:
-        self.number, self.row, self.claimed = number, row, claimed
-        self.codes = [torch.empty((count, 0), dtype=torch.uint8) for count in lines]
-        self.changes: list[list[list[Change]]] = [[[] for _ in range(count)] for count in lines]
-        self.mass: dict[int, Tensor] = {}
-        self.tables: list[_Table] = []
-        self.published: set[tuple[int, int]] = set()
-        self.life: list[Life] = []
-        self.away, self.known = False, 0
-        self.finish: str | None = None
-        self.error: str | None = None
-
-    def grow(self, index: int, length: int) -> Tensor:
-        codes = self.codes[index]
-        if codes.shape[1] < length:
-            more = codes.new_full((codes.shape[0], length - codes.shape[1]), UNWRITTEN)
-            codes = self.codes[index] = torch.cat((codes, more), dim=1)
-        return codes
-
-    def note(self, index: int, line: int, change: Change) -> None:
-        """Neighbours that change alike are one change."""
-        changes = self.changes[index][line]
-        before = changes[-1] if changes else None
-        if before is not None and before == change._replace(first=before.first, last=change.first - 1):
-            changes[-1] = before._replace(last=change.last)
-        else:
-            changes.append(change)
-
-
 class _Runner(Runner):
     """Shows a recorder each plan."""
 
@@ -135,12 +108,12 @@ class Recorder:
         ]
         self.group_of = {layer: index for index, group in enumerate(self.own) for layer in group.layers}
         self.policies = [self._policy(group) for group in self.own]
-        self.rows: dict[tuple[int, int], _Watched] = {}
+        self.rows: dict[tuple[int, int], Noted] = {}
         self.steps: list[Step] = []
         self.step = 0
         self.plan: Plan | None = None
         self.cuts: dict[tuple[int, int], Cut] = {}  # of this step, by seat and layer
-        self._latest: list[_Watched] = []
+        self._latest: list[Noted] = []
         self._before = engine.runner, engine.memory.probe, engine.memory.witness
 
     def __enter__(self) -> Recorder:
@@ -181,9 +154,9 @@ class Recorder:
             else:
                 held = seen.positions[number].cpu().expand(heads, -1)
             most = min(held.shape[1], mass.shape[2])
-            got = _scattered(held[:, :most], mass[number, :, :most], end)
+            got = scattered(held[:, :most], mass[number, :, :most], end)
             for level in self.below[index]:
-                _spread(got, self._positions(level, plan.placed.tables[level][first + number]), self._ratio(level))
+                spread(got, self._positions(level, plan.placed.tables[level][first + number]), self._ratio(level))
             before = row.mass.get(seen.layer, got.new_zeros(heads, 0))
             got[:, : before.shape[1]] += before[:, :end]
             row.mass[seen.layer] = torch.cat((got, before[:, end:]), dim=1)
@@ -214,7 +187,7 @@ class Recorder:
             if key not in self.rows:
                 count = [1 if g.scored is None else len(g.layers) * g.mixer.kv_heads for g in self.own]
                 forked = work.start if work.row.sample else 0
-                row = self.rows[key] = _Watched(len(self.rows), work.row, work.start - forked, count)
+                row = self.rows[key] = Noted(len(self.rows), work.row, work.start - forked, count)
                 told = f", {work.start} tokens found in the prefix cache" if row.claimed else ""
                 told = f", {forked} tokens shared with sample 0" if forked else told
                 row.life.append(Life(self.step, f"seated{told}"))
@@ -222,7 +195,7 @@ class Recorder:
                 self.rows[key].away = False
                 self.rows[key].life.append(Life(self.step, f"seated again, with {work.start} tokens"))
 
-    def _gone_away(self, row: _Watched) -> None:
+    def _gone_away(self, row: Noted) -> None:
         parked = row.row.parked is not None
         told = "parked: copied out to the host" if parked else "preempted: given back, to be computed again"
         row.away = True
@@ -259,24 +232,24 @@ class Recorder:
             if piece.finish is not None and row_or_none is not None:
                 row_or_none.finish, row_or_none.error = piece.finish, piece.error
 
-    def _table(self, number: int, plan: Plan, index: int) -> _Table:
+    def _table(self, number: int, plan: Plan, index: int) -> Table:
         group, blocks = self.memory.groups[index], tuple(plan.placed.tables[index][number])
         refs = tuple(self.ledger.pools[index].refs[block] for block in blocks)
         if group.scored is not None:
-            return _Table(blocks, refs, {layer: self._heads(layer, blocks) for layer in group.layers})
-        return _Table(blocks, refs, self._positions(index, blocks))
+            return Table(blocks, refs, {layer: self._heads(layer, blocks) for layer in group.layers})
+        return Table(blocks, refs, self._positions(index, blocks))
 
     # ------------------------------------------------------------ states
 
-    def _codes(self, row: _Watched, index: int, work: Work) -> Tensor:
+    def _codes(self, row: Noted, index: int, work: Work) -> Tensor:
         """[lines, end]: what is in the memory now, and may be seen by the row's next query but one's equals."""
         group, end, table = self.own[index], work.start + work.count, row.tables[index]
         state = torch.tensor([SHARED if count > 1 else HOT for count in table.refs], dtype=torch.uint8)
         state = state.repeat_interleave(group.block_size)
         if isinstance(table.held, dict):
             held = torch.cat([table.held[layer] for layer in group.layers])
-            return _laid(held, state.expand_as(held), end)
-        codes = _laid(table.held.unsqueeze(0), state.unsqueeze(0), end)
+            return laid(held, state.expand_as(held), end)
+        codes = laid(table.held.unsqueeze(0), state.unsqueeze(0), end)
         codes[0, : row.claimed][codes[0, : row.claimed] == HOT] = SHARED
         for level in self.below[index]:
             ratio, lower = self._ratio(level), row.tables[level].held
@@ -289,7 +262,7 @@ class Recorder:
         seen = Reach.of(group.mixer).allows(Mark(torch.tensor([end - 1])), Mark(torch.arange(end)))
         return codes.masked_fill(~seen, EVICTED)
 
-    def _compare(self, row: _Watched, index: int, work: Work, codes: Tensor) -> None:
+    def _compare(self, row: Noted, index: int, work: Work, codes: Tensor) -> None:
         end = work.start + work.count
         before = row.grow(index, end)
         old = before[:, :end]
@@ -305,7 +278,7 @@ class Recorder:
             row.note(index, line, Change(self.step, at, at, NAMES[now], why))
         before[:, :end] = codes
 
-    def _passed(self, row: _Watched, index: int, end: int) -> list[int]:
+    def _passed(self, row: Noted, index: int, end: int) -> list[int]:
         """For each position, the row's length when its query was the first that could not see it; 0: all could."""
         first = min(row.known, end - 1)
         queries, keys = torch.arange(first, end), torch.arange(end)
@@ -321,7 +294,7 @@ class Recorder:
             cut = self.cuts.get((work.row.seat, layer))
             for head in range(heads if cut is not None else 0):
                 assert cut is not None
-                told[place * heads + head] = _dropped(cut, head, policy, self.step)
+                told[place * heads + head] = dropped(cut, head, policy, self.step)
         return told
 
     def _why_left(
@@ -336,7 +309,7 @@ class Recorder:
             return Why("gone", f"gone {when} at length {work.start}: {policy} keeps no more", work.start)
         return Why("lost", f"lost {when}: no policy says why, this is a bug", work.start)
 
-    def _why_here(self, row: _Watched, index: int, at: int, was: int, now: int, work: Work) -> Why:
+    def _why_here(self, row: Noted, index: int, at: int, was: int, now: int, work: Work) -> Why:
         when, length = f"at step {self.step}", work.start
         if now == PACKED:
             below = self.memory.groups[self.below[index][0]]
@@ -372,7 +345,7 @@ class Recorder:
         every = tuple(self._row(row, piece) for row in self.rows.values())
         return Slide(model, str(cache.kept), cache.layout, len(self.group_of), tuple(groups), tuple(self.steps), every)
 
-    def _row(self, row: _Watched, piece: Callable[[int], str]) -> Row:
+    def _row(self, row: Noted, piece: Callable[[int], str]) -> Row:
         tokens, lines = row.row.tokens, []
         for index, group in enumerate(self.own):
             codes = row.grow(index, len(tokens))
@@ -400,81 +373,7 @@ class Recorder:
             finish=row.finish,
             error=row.error,
             lines=tuple(lines),
-            blocks=tuple(self._blocks(row)),
+            blocks=tuple(blocks_of(row, self.memory.groups)),
             mass=tuple(mass),
             life=tuple(row.life),
         )
-
-    def _blocks(self, row: _Watched) -> list[Block]:
-        made = []
-        for index, table in enumerate(row.tables):
-            group = self.memory.groups[index]
-            ratio, size = 1 if group.level is None else group.level.ratio, group.block_size
-            for place, (block, refs) in enumerate(zip(table.blocks, table.refs, strict=True)):
-                here = slice(place * size, (place + 1) * size)
-                shares, every = [], set[int]()
-                for layer in group.layers:
-                    held = table.held[layer][:, here] if isinstance(table.held, dict) else table.held[here]
-                    share, found = _share(held, row.mass[layer], row.known, ratio)
-                    shares.append(share)
-                    every |= found
-                ends = (min(every), max(every)) if every else (-1, -1)
-                published = (index, block) in row.published
-                taken = int((held >= 0).any(0).sum()) if held.dim() == 2 else int((held >= 0).sum()) * ratio
-                made.append(Block(index, block, taken, *ends, refs, published, tuple(shares)))
-        return made
-
-
-def _scattered(held: Tensor, mass: Tensor, end: int) -> Tensor:
-    """mass [K, S] of slots that hold positions [K, S] -> [K, end] by position."""
-    known = (held >= 0) & (held < end)
-    got = mass.new_zeros(mass.shape[0], end + 1)
-    return got.scatter_add_(1, held.masked_fill(~known, end), mass * known)[:, :end]
-
-
-def _spread(got: Tensor, positions: Tensor, ratio: int) -> None:
-    """What a summary got is shared out evenly among the tokens that it stands for.  ``positions``: of summaries."""
-    if ratio == 1:
-        return
-    for middle in positions[positions >= 0].tolist():
-        first = middle // ratio * ratio
-        got[:, first : first + ratio] = got[:, middle : middle + 1].clone() / ratio
-
-
-def _laid(held: Tensor, states: Tensor, end: int) -> Tensor:
-    """States [n, S] of slots that hold positions [n, S] -> [n, end] by position; evicted where no slot has it."""
-    known = (held >= 0) & (held < end)
-    codes = torch.full((held.shape[0], end + 1), EVICTED, dtype=torch.uint8)
-    return codes.scatter_(1, held.masked_fill(~known, end), states)[:, :end]
-
-
-def _dropped(cut: Cut, head: int, policy: str, step: int) -> dict[int, Why]:
-    """By position."""
-    ranks, positions, stays = cut.ranks[head], cut.positions[head].tolist(), set(cut.order[head].tolist())
-    places = {slot: place for place, slot in enumerate(ranks.sort(descending=True, stable=True).indices.tolist(), 1)}
-    scores, length, held = ranks.tolist(), cut.compact.length, len(positions)
-    judged = [scores[slot] for slot in stays if scores[slot] != float("inf")]
-    least = min(judged) if judged else None
-    told = {}
-    for slot, at in enumerate(positions):
-        if slot in stays:
-            continue
-        place = places[slot]
-        ranked = f"score {scores[slot]:.4g}, rank {place} of {held} ({place / held:.0%})"
-        stayed = "only sinks and recent ones stayed" if least is None else f"the last that stayed has {least:.4g}"
-        text = f"dropped at step {step} by {policy} at length {length}: {ranked}; {stayed}"
-        told[at] = Why("rank", text, length, scores[slot], place, held, least)
-    return told
-
-
-def _share(held: Tensor, mass: Tensor, known: int, ratio: int) -> tuple[float, set[int]]:
-    """What the tokens in these slots ([S], or [K, S]) got of a layer's attention [K, T], and which they are."""
-    got, found = 0.0, set[int]()
-    for head, total in enumerate(mass.tolist()):
-        here = held[head] if held.dim() == 2 else held
-        first = [at // ratio * ratio for at in here.tolist() if 0 <= at < known]
-        tokens = [at + more for at in first for more in range(ratio)]
-        got += sum(total[at] for at in tokens)
-        found.update(tokens)
-    whole = float(mass.sum())
-    return (got / whole if whole else 0.0), found
