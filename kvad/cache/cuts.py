@@ -8,7 +8,8 @@ head apart, and never read by the host.  What stays fills the blocks from the fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,21 @@ from kvad.cache.sizing import Group
 from kvad.cache.store import Store
 from kvad.step import Compact
 
-__all__ = ["HeadColumns", "count_queries", "cut_layer", "order_of", "rounded"]
+__all__ = ["Cut", "HeadColumns", "Witness", "best_of", "count_queries", "cut_layer", "ranks_of", "rounded"]
+
+
+class Cut(NamedTuple):
+    """One row's cut in one layer, as a witness is told of it: ``positions`` [K, held]; ``ranks`` [K, held] as they were
+    compared (inf: stays anyway); ``order`` [K, kept], which of the held slots stay."""
+
+    layer: int
+    compact: Compact
+    positions: Tensor
+    ranks: Tensor
+    order: Tensor
+
+
+Witness = Callable[[Cut], None]
 
 
 class HeadColumns:
@@ -83,15 +98,19 @@ def count_queries(policy: Scored, positions: Tensor) -> Tensor:
     return (cut - positions <= policy.watch).float()
 
 
-def order_of(policy: Scored, seen: Seen, kept: int, bits: int = 12) -> Tensor:
-    """[K, kept]: which of the held slots stay, in their order.
+def ranks_of(policy: Scored, seen: Seen, bits: int = 12) -> Tensor:
+    """[K, held]: what is compared; inf for those that stay anyway.
 
     Ranks are compared by their first ``bits`` bits, and of equals the older stays: else the order in which a step adds
     up its sums would choose between equal tokens, and with it the neighbours.
     """
     ranks = rounded(policy.rank(seen).double(), bits)
     always = (seen.positions >= seen.now - policy.recent) | (seen.positions < policy.sinks)
-    ranks = ranks.masked_fill(always, torch.inf)
+    return ranks.masked_fill(always, torch.inf)
+
+
+def best_of(ranks: Tensor, kept: int) -> Tensor:
+    """[K, kept]: which of the held slots stay, in their order."""
     return ranks.sort(dim=-1, descending=True, stable=True).indices[:, :kept].sort(dim=-1).values
 
 
@@ -102,7 +121,13 @@ def rounded(x: Tensor, bits: int) -> Tensor:
 
 
 def cut_layer(
-    group: Group, layer: int, keys: Store, values: Store, columns: HeadColumns, cuts: Sequence[Compact]
+    group: Group,
+    layer: int,
+    keys: Store,
+    values: Store,
+    columns: HeadColumns,
+    cuts: Sequence[Compact],
+    witness: Witness | None = None,
 ) -> None:
     """All cuts of one step in one layer: everything that stays is read before anything is written."""
     policy, size = group.scored, group.block_size
@@ -120,7 +145,10 @@ def cut_layer(
             cut.length,
             layer,
         )
-        order = order_of(policy, seen, cut.kept, bits=30 if keys.format.name == "float64" else 12)
+        ranks = ranks_of(policy, seen, bits=30 if keys.format.name == "float64" else 12)
+        order = best_of(ranks, cut.kept)
+        if witness is not None:
+            witness(Cut(layer, cut, seen.positions, ranks, order))
         taken.append([_slots(array, table.flat, order) for array in arrays])
         if columns.mass is not None and policy.watch != ALWAYS:
             taken[-1][-1].zero_()  # the next queries that count begin anew

@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvad.cache.cuts import HeadColumns, count_queries, cut_layer
+from kvad.cache.cuts import HeadColumns, Witness, count_queries, cut_layer
 from kvad.cache.layout import Table, read_column, split
 from kvad.cache.levels import Compressor, fold_layer, fold_positions, means, pack_layer
 from kvad.cache.quest import Bounds, ChosenReading
@@ -58,6 +58,7 @@ class Memory:
     ) -> None:
         self.groups = tuple(groups)
         self.kernel, self.probe = kernel, probe
+        self.witness: Witness | None = None  # told of every cut; what it asks of the tensors, the step waits for
         self.rotates_on_read, self.exact = rotate == "read", exact
         self.stores: list[dict[int, tuple[Store, Store]]] = []  # per group, by layer: keys and values
         self.positions: list[Tensor] = []
@@ -171,7 +172,7 @@ class Memory:
 
     def _compact(self, group: Group, positions: Tensor, cuts: Sequence[Compact]) -> None:
         for layer in group.layers:
-            cut_layer(group, layer, self.keys[layer], self.values[layer], self.columns[layer], cuts)
+            cut_layer(group, layer, self.keys[layer], self.values[layer], self.columns[layer], cuts, self.witness)
         for cut in cuts:  # heads keep other tokens; that a slot is taken is all that they share
             blocks = torch.tensor(cut.targets, device=positions.device)
             filled = torch.arange(len(cut.targets) * group.block_size, device=positions.device)

@@ -1,16 +1,17 @@
 """``kvad inspect MODEL``: what is in a checkpoint, from its headers; ``--tree`` draws its architecture, ``--attention``
-any layer and head while it reads a text."""
+any layer and head while it reads a text, ``--cache`` what becomes of every token in the cache (``microscope.py``)."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import emit_json, format_bytes, json_line, json_option, model_argument
+from kvad.cli.common import emit_json, format_bytes, given, json_line, json_option, model_argument
+from kvad.cli.microscope import ONLY, examine, microscope_options
 from kvad.errors import UsageError, counted
 
 if TYPE_CHECKING:
@@ -32,11 +33,18 @@ FORMATS = tuple(dict.fromkeys(form for forms in DRAWINGS.values() for form in fo
 @click.option("--check", is_flag=True, help="Read every file and compare its sha256 with the manifest's.")
 @click.option("--tree", is_flag=True, help="Draw the architecture, of a config or a known shape, too.")
 @click.option("--attention", metavar="TEXT", help="Draw who looks at whom while reading TEXT (loads the model).")
-@click.option("--layer", "layers", multiple=True, metavar="I", help="Of the maps; repeatable, or 'all' [default: 0].")
-@click.option("--head", "heads", multiple=True, metavar="J", help="Of the maps; repeatable, or 'all' [default: 0].")
+@click.option(
+    "--layer",
+    "layers",
+    multiple=True,
+    metavar="I",
+    help="Of the maps; repeatable, or 'all' [default: 0; --cache: all].",
+)
+@click.option("--head", "heads", multiple=True, metavar="J", help="The same.")
 @click.option("--cached", is_flag=True, help="Of the maps: read through the KV cache.")
 @click.option("--format", "form", type=click.Choice(FORMATS), help="Of a drawing [default: text, or terminal].")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Of a drawing.")
+@microscope_options
 @json_option
 def inspect(
     model: Path,
@@ -49,7 +57,9 @@ def inspect(
     cached: bool,
     form: str | None,
     out: Path | None,
+    cache: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """What is in a checkpoint or a Hugging Face model: config, parameters, tensors, memory, tokenizer, training.
 
@@ -61,7 +71,16 @@ def inspect(
     kvad inspect google/gemma-2-2b --tree
     kvad inspect runs/demo --tree --out tree.svg
     kvad inspect runs/demo --attention "def add(a, b):" --layer 2 --head all
+    kvad inspect runs/demo --cache --prompt "def add(a, b):" --policy "heavy-hitters(32)" --html cache.html
     """
+    if cache:
+        others = {"tensors": tensors, "check": check, "tree": tree, "attention": attention is not None}
+        _refuse(others, "and --cache are two questions: ask one of them.")
+        _refuse({"cached": cached, "format": form}, "belongs to other drawings: --cache gives text, --json or --html.")
+        wanted = _numbers("layer", layers, []), _numbers("head", heads, [])
+        examine(model, options, layers=wanted[0] or None, heads=wanted[1] or None, out=out, as_json=as_json)
+        return
+    _refuse(given(options, ONLY), "belongs to the microscope: give --cache too.")
     maps = {"layer": layers, "head": heads, "cached": cached}
     drawn = "tree" if tree else None if attention is None else "attention"
     if tree and attention is not None:
@@ -83,10 +102,10 @@ def inspect(
         out.write_text(drawing.rstrip("\n") + "\n", encoding="utf-8")
 
 
-def _refuse(given: Mapping[str, object], why: str) -> None:
-    for name, value in given.items():
+def _refuse(said: Mapping[str, object], why: str) -> None:
+    for name, value in said.items():
         if value:
-            raise click.UsageError(f"--{name} {why}")
+            raise click.UsageError(f"--{name.replace('_', '-')} {why}")
 
 
 def _format(drawn: str, form: str | None, out: Path | None, as_json: bool) -> str:
@@ -219,7 +238,9 @@ def _draw(
     from kvad.lab import draw
     from kvad.lab.inspect import attention_maps
 
-    seen = attention_maps(model, text, layers=_numbers("layer", layers), heads=_numbers("head", heads), cached=cached)
+    seen = attention_maps(
+        model, text, layers=_numbers("layer", layers, [0]), heads=_numbers("head", heads, [0]), cached=cached
+    )
     if form == "json":
         return json.dumps(draw.as_json(seen.tokens, seen.pieces, seen.maps), ensure_ascii=False)
     if form == "svg":
@@ -228,10 +249,10 @@ def _draw(
     return "\n\n".join(draw.terminal(seen.pieces, one, width) for one in seen.maps)
 
 
-def _numbers(name: str, given: tuple[str, ...]) -> list[int] | None:
+def _numbers(name: str, said: tuple[str, ...], default: list[int]) -> list[int] | None:
     """None for all.  Whether the model has them is for the model to say."""
-    if "all" in given:
+    if "all" in said:
         return None
-    if bad := next((text for text in given if not text.isdecimal()), None):
+    if bad := next((text for text in said if not text.isdecimal()), None):
         raise UsageError(f"--{name} {bad}: not a number", f"count from 0, or say --{name} all")
-    return [int(text) for text in dict.fromkeys(given)] or [0]
+    return [int(text) for text in dict.fromkeys(said)] or default

@@ -1,0 +1,171 @@
+"""``kvad inspect MODEL --cache``: what becomes of every token in the cache, and why (``lab/microscope.py``).
+
+The map goes to stdout; so does ``--json``, the same and all of it (docs/kv-cache.md has its schema).  ``--html`` is
+one file that shows the run step by step and asks nothing of a network.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kvad.cli.common import emit_json, given, token_ids
+from kvad.cli.running import format_options, formats_asked, read_stdin
+from kvad.errors import DataError, RequestError, UsageError, counted
+
+if TYPE_CHECKING:
+    from kvad.checkpoint.open import Opened
+    from kvad.lab.slide import Slide
+    from kvad.llm import LLM
+
+__all__ = ["ONLY", "examine", "microscope_options"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+TOKENS = 32
+MOST_ROWS = 8
+_RUN = ("prompt", "file", "ids", "tokens", "samples", "temperature", "seed", "token", "html")
+_CACHE = ("policy", "layout", "block_size", "context", "chunk", "rows", "cache_dtype", "cache_keys", "cache_values")
+ONLY = (*_RUN, *_CACHE)  # what means something with --cache alone
+CACHE_FIELDS = {"policy": "policy", "layout": "layout", "block_size": "block_size", "chunk": "chunk"}
+
+
+def microscope_options(command: Command) -> Command:
+    """Their values are None, or empty, unless they are given."""
+    options: list[Callable[[Any], Any]] = [
+        click.option("--cache", is_flag=True, help="Run prompts and show what becomes of their tokens in the cache."),
+        click.option(
+            "--prompt", multiple=True, metavar="TEXT", help="Of --cache: what to run; repeatable, - is stdin."
+        ),
+        click.option(
+            "--file", multiple=True, type=click.Path(path_type=Path), help="Of --cache: a prompt, from a file."
+        ),
+        click.option("--ids", is_flag=True, default=None, help="Of --cache: prompts are token ids: '12 7 99'."),
+        click.option("--tokens", type=int, metavar="N", help=f"Of --cache: so many to generate [default: {TOKENS}]."),
+        click.option(
+            "--samples", type=int, metavar="N", help="Of --cache: of each prompt; they share it [default: 1]."
+        ),
+        click.option("--temperature", type=float, help="Of --cache [default: 0, greedy]."),
+        click.option("--seed", type=int, help="Of --cache: of the samples [default: 0]."),
+        click.option("--policy", help="Of --cache: as in 'sinks(4, 60)', 'heavy-hitters(64)' [default: full]."),
+        format_options,
+        click.option("--layout", type=click.Choice(["paged", "contiguous"]), help="Of the cache [default: paged]."),
+        click.option("--block-size", type=int, help="Of the cache: slots of a block [default: 16]."),
+        click.option("--chunk", type=int, help="Of the cache: tokens of a prompt in one step [default: 512]."),
+        click.option("--rows", type=int, help=f"Of the cache: live sequences [default: as asked, up to {MOST_ROWS}]."),
+        click.option("--context", type=int, help="Of the cache: tokens of the longest row [default: as asked]."),
+        click.option("--token", multiple=True, type=int, metavar="I", help="Of --cache: tell this token's story."),
+        click.option(
+            "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Of --cache: write a page."
+        ),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def examine(
+    model: Path,
+    options: Mapping[str, Any],
+    *,
+    layers: Sequence[int] | None,
+    heads: Sequence[int] | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Run, and show it as asked."""
+    _check(options)
+    slide = _run(model, options)
+    for name, chosen, count in (("layer", layers, slide.layers), ("head", heads, _heads(slide))):
+        if bad := [number for number in chosen or () if number >= count]:
+            raise RequestError(f"--{name} {bad[0]} is not one of 0..{count - 1}")
+    if options["html"] is not None:
+        from kvad.lab.cachepage import page
+
+        options["html"].write_text(page(slide), encoding="utf-8")
+        click.echo(f"kvad: {options['html']}: open it in a browser", err=True)
+    from kvad.lab.drawslide import text
+    from kvad.lab.slide import as_json as json_of
+
+    if as_json and out is None:
+        emit_json(json_of(slide))
+        return
+    width = 100 if out is not None else shutil.get_terminal_size((100, 24)).columns
+    if out is not None and (as_json or out.suffix == ".json"):
+        from kvad.cli.common import json_line
+
+        drawn = json_line(json_of(slide))
+    else:
+        drawn = text(slide, width=width, layers=layers, heads=heads, tokens=options["token"])
+    if out is None:
+        click.echo(drawn)
+    else:
+        out.write_text(drawn + "\n", encoding="utf-8")
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    if not options["prompt"] and not options["file"]:
+        raise click.UsageError("--cache needs something to run: give --prompt TEXT or --file FILE.")
+    for name, least in (("tokens", 0), ("samples", 1), ("rows", 1)):
+        if options[name] is not None and options[name] < least:
+            raise UsageError(f"--{name} {options[name]}: must be at least {least}")
+    if bad := [number for number in options["token"] if number < 0]:
+        raise UsageError(f"--token {bad[0]}: positions count from 0")
+
+
+def _heads(slide: Slide) -> int:
+    return max(group.kv_heads for group in slide.groups)
+
+
+def _run(model: Path, options: Mapping[str, Any]) -> Slide:
+    from kvad.checkpoint.open import open_checkpoint
+    from kvad.lab.microscope import examine as watch
+
+    opened = open_checkpoint(model)
+    prompts = _prompts(opened, options)
+    tokens = TOKENS if options["tokens"] is None else options["tokens"]
+    with _open(opened, prompts, tokens, options) as llm:
+        asked = {"temperature": 0.0, "max_tokens": tokens, **given(options, ("temperature", "seed"))}
+        sampling = llm.sampling(n=options["samples"] or 1, **asked)
+        tokenizer = llm.tokenizer
+        piece: Callable[[int], str] = str if tokenizer is None else tokenizer.token_text
+        return watch(llm.engine, prompts, sampling, model=str(model), piece=piece)
+
+
+def _open(opened: Opened, prompts: Sequence[Sequence[int]], tokens: int, options: Mapping[str, Any]) -> LLM:
+    """With a cache of just the size that the prompts ask for, where nothing else is said."""
+    from kvad.llm import LLM
+
+    longest = max(map(len, prompts))
+    rows = options["rows"] or min(MOST_ROWS, len(prompts) * (options["samples"] or 1))
+    context = options["context"] or min(opened.config.limit, longest + max(tokens, 1))
+    fields = {name: options[option] for name, option in CACHE_FIELDS.items() if options[option] is not None}
+    return LLM.load(opened.path, rows=rows, capacity=context, **formats_asked(options), **fields)
+
+
+def _prompts(opened: Opened, options: Mapping[str, Any]) -> list[list[int]]:
+    from kvad.engine.texts import Texts
+
+    if opened.config.kind != "decoder":
+        raise RequestError(f"an {opened.config.kind} cannot be examined yet", "examine a decoder")
+    texts = Texts(opened.config, opened.tokenizer, opened.generation)
+    given_texts = [*(read_stdin() if text == "-" else text for text in options["prompt"])]
+    given_texts += [_read(path) for path in options["file"]]
+    made = [texts.prompt(token_ids(text, "--ids") if options["ids"] else text) for text in given_texts]
+    for tokens in made:
+        if len(tokens) > opened.config.limit:
+            said = f"the prompt has {counted(len(tokens), 'token')}, the model's limit is {opened.config.limit}"
+            raise RequestError(said, "shorten it")
+    return made
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from None

@@ -1,0 +1,208 @@
+"""What the cache microscope saw, as one plain value, and the same as JSON (``drawslide.py``: as text).
+
+A :class:`Slide` is of one run.  In each of its rows every position is, in each line (layers that keep the same tokens,
+or one kv head of a layer where heads keep others), in exactly one *state* at a time:
+
+==  ==============  ================================================================================
+#   ``hot``         held as it was computed, by this row alone
+=   ``shared``      the same, in a block that other rows count on, or that was found in the prefix cache
+o   ``packed``      held in the formats of a hierarchy's packed level
+~   ``summarised``  one of several tokens that one slot stands for
+x   ``away``        not in the pool: the row was preempted (parked, or computed again later)
+.   ``evicted``     no later token of this row will see it
+-   ``unwritten``   not computed: the last sampled token never is
+==  ==============  ================================================================================
+
+No torch.  ``SCHEMA`` grows when a key of the JSON changes its meaning or goes; new keys may come at any time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+__all__ = ["SCHEMA", "STATES", "Block", "Change", "Level", "Life", "Line", "Row", "Slide", "Span", "Step", "Why"]
+__all__ += ["as_json", "counts"]
+
+SCHEMA = 1
+STATES = {
+    "hot": "#",
+    "shared": "=",
+    "packed": "o",
+    "summarised": "~",
+    "away": "x",
+    "evicted": ".",
+    "unwritten": "-",
+}
+
+
+class Why(NamedTuple):
+    """``cause``: written, hit, shared, own, window, rank, packed, summary, gone, preempted, parked, back, lost.
+    ``text``: a sentence.  ``length``: the row's, at which it happened.  Of a rank: the token's ``score``, its ``place``
+    among the ``of`` tokens that were held (1: the best), and ``least``, the lowest score that stayed (None: whatever
+    stayed would have stayed anyway)."""
+
+    cause: str
+    text: str
+    length: int
+    score: float | None = None
+    place: int | None = None
+    of: int | None = None
+    least: float | None = None
+
+
+class Change(NamedTuple):
+    """At ``step`` the positions ``first .. last`` came into ``state``."""
+
+    step: int
+    first: int
+    last: int
+    state: str
+    why: Why
+
+
+class Line(NamedTuple):
+    """``head`` None: all kv heads of these layers keep the same.  ``states``: one sign per position, at the end."""
+
+    group: int
+    layers: tuple[int, ...]
+    head: int | None
+    states: str
+    changes: tuple[Change, ...]
+
+
+class Block(NamedTuple):
+    """A block that the row could read at its end.  ``tokens`` held there, between ``first`` and ``last`` (of a summary:
+    those it stands for; of heads that keep others: of all heads).  ``rows`` count on it; ``published``: a later row
+    with the same tokens finds it.  ``share``: by layer, of the attention that the row's queries gave, what its present
+    tokens got."""
+
+    group: int
+    block: int
+    tokens: int
+    first: int
+    last: int
+    rows: int
+    published: bool
+    share: tuple[float, ...]
+
+
+class Life(NamedTuple):
+    step: int
+    text: str
+
+
+class Row(NamedTuple):
+    """One sample of one request.  ``tokens`` and ``pieces``: prompt and generated; ``claimed``: tokens found in the
+    prefix cache.  ``mass`` [layers][K][positions]: the attention that each got from this row's queries, summed."""
+
+    request: int
+    sample: int
+    prompt: int
+    claimed: int
+    tokens: tuple[int, ...]
+    pieces: tuple[str, ...]
+    finish: str | None
+    error: str | None
+    lines: tuple[Line, ...]
+    blocks: tuple[Block, ...]
+    mass: tuple[tuple[tuple[float, ...], ...], ...]
+    life: tuple[Life, ...]
+
+
+class Level(NamedTuple):
+    """A cache group.  ``form``: the state of what it holds: hot, packed or summarised; ``policy``: of its layers, in
+    words; ``stored``: its formats; ``blocks`` that rows can own; ``bytes`` of the pool."""
+
+    form: str
+    layers: tuple[int, ...]
+    kv_heads: int
+    policy: str
+    stored: str
+    block_size: int
+    blocks: int
+    bytes: int
+
+
+class Span(NamedTuple):
+    """Tokens ``start .. start + count - 1`` of row number ``row``."""
+
+    row: int
+    start: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
+
+
+class Step(NamedTuple):
+    """``used``: blocks of each group that rows counted on."""
+
+    step: int
+    spans: tuple[Span, ...]
+    used: tuple[int, ...]
+
+
+class Slide(NamedTuple):
+    model: str
+    policy: str
+    layout: str
+    layers: int
+    groups: tuple[Level, ...]
+    steps: tuple[Step, ...]
+    rows: tuple[Row, ...]
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def as_json(slide: Slide) -> dict[str, object]:
+    """Plain objects, lists, numbers and texts; docs/kv-cache.md has the schema.  Numbers are rounded to 6 digits."""
+    names = "model", "policy", "layout", "layers"
+    return {
+        "schema": SCHEMA,
+        **{name: getattr(slide, name) for name in names},
+        "states": STATES,
+        "groups": [{**group._asdict(), "layers": list(group.layers)} for group in slide.groups],
+        "steps": [
+            {"step": step.step, "spans": [span._asdict() for span in step.spans], "used": list(step.used)}
+            for step in slide.steps
+        ],
+        "rows": [_row_json(row) for row in slide.rows],
+    }
+
+
+def _row_json(row: Row) -> dict[str, object]:
+    return {
+        **row._asdict(),
+        "tokens": list(row.tokens),
+        "pieces": list(row.pieces),
+        "counts": dict(counts(row)),
+        "lines": [_line_json(line) for line in row.lines],
+        "blocks": [{**block._asdict(), "share": [_short(x) for x in block.share]} for block in row.blocks],
+        "mass": [[[_short(x) for x in head] for head in layer] for layer in row.mass],
+        "life": [each._asdict() for each in row.life],
+    }
+
+
+def _line_json(line: Line) -> dict[str, object]:
+    changes = [{**change._asdict(), "why": _why_json(change.why)} for change in line.changes]
+    return {**line._asdict(), "layers": list(line.layers), "changes": changes}
+
+
+def _why_json(why: Why) -> dict[str, object]:
+    said = {name: value for name, value in why._asdict().items() if value is not None}
+    return {name: _short(value) if isinstance(value, float) else value for name, value in said.items()}
+
+
+def _short(x: float) -> float | None:
+    return float(f"{x:.6g}") if math.isfinite(x) else None
+
+
+def counts(row: Row, lines: Sequence[Line] | None = None) -> Mapping[str, int]:
+    """Positions in each state, every layer and kv head counted."""
+    signs: Counter[str] = Counter()
+    for line in row.lines if lines is None else lines:
+        times = len(line.layers) if line.head is not None else sum(len(row.mass[layer]) for layer in line.layers)
+        for sign, number in Counter(line.states).items():
+            signs[sign] += number * times
+    return {state: signs[sign] for state, sign in STATES.items()}
