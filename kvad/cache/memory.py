@@ -40,8 +40,9 @@ class Memory:
 
     Keys and values come back in the query's dtype when they are read.  ``rotate``: whether RoPE turns keys as they are
     stored or as they are read; ``exact``: its angles are computed in float64, for rows without an end.
-    ``compressors``, by layer: what makes summaries of tokens, means where there is none.  ``probe`` is shown what every layer sees (a debugger's and ``kvad verify``'s seam); it costs the fused kernel.  ConfigError where
-    torch lacks a format.
+    ``compressors``, by layer: what makes summaries of tokens, means where there is none.  ``probe`` is shown what every
+    layer sees (a debugger's and ``kvad verify``'s seam); it costs the fused kernel.  ConfigError where torch lacks the
+    format.
     """
 
     def __init__(

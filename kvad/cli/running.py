@@ -45,6 +45,8 @@ def cache_options(command: Command) -> Command:
         *FORMAT_OPTIONS,
         click.option("--block-size", type=int, help="Slots of a block [default: 16]."),
         click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
+        click.option("--policy", help="What stays of a row: 'sinks(4, 1020)'  [default: full]."),
+        click.option("--compressor", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -76,6 +78,8 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "layout": options["layout"],
         "block_size": options["block_size"],
         "capacity": options["context"],
+        "policy": options["policy"],
+        "compressor": options["compressor"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
     return LLM.load(model, **formats_asked(options), **fields)

@@ -17,14 +17,15 @@ from torch import Tensor
 from kvad.cache.ledger import Ledger
 from kvad.cache.memory import Memory
 from kvad.cache.planning import check_policy
-from kvad.cache.sizing import CacheConfig, groups
+from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.config import mixers
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
 from kvad.engine.row import Encoding
 from kvad.engine.runner import Runner
 from kvad.engine.sampler import FAULT, Chosen, Job, sample, score_tokens
 from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
-from kvad.errors import KvadError, RequestError
+from kvad.errors import ConfigError, KvadError, RequestError
+from kvad.model.compress import Compressor
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import Kernel
 from kvad.ops.heap import give_back
@@ -73,7 +74,8 @@ class Engine:
     """One model, one cache, many requests.  Not safe for several threads: :class:`kvad.llm.LLM` holds the lock.
 
     ``budget``: at most so many new tokens per step; ``cache.chunk``: at most so many of them for one row.
-    ``stop_tokens``: what ends a text; the tokenizer's separator and end where none are given.
+    ``stop_tokens``: what ends a text; the tokenizer's separator and end where none are given.  ``compressor``: what
+    makes the policy's summaries; ConfigError where the policy has none, or of another ratio.
     """
 
     def __init__(
@@ -85,16 +87,22 @@ class Engine:
         budget: int = 2048,
         kernel: Kernel = "auto",
         probe: Probe | None = None,
+        compressor: Compressor | None = None,
         stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.device = model.table.device
         placed = groups(mixers(model.config), cache)
+        if compressor is not None:
+            _check_compressor(compressor, placed)
+            compressor = compressor.to(self.device)
+        self._summaries = "" if compressor is None else compressor.fingerprint()
         self.memory = Memory(
             placed,
             device=self.device,
             rotate=cache.rotate,
             exact=cache.endless,
+            compressors=None if compressor is None else compressor.by_layer(),
             kernel=kernel,
             probe=probe,
         )
@@ -265,7 +273,8 @@ class Engine:
         """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
         wanted = len(tokens) + (self._limit if sampling.max_tokens is None else sampling.max_tokens)
         regime = self.runner.regime(min(self._limit, wanted, self.model.config.limit))
-        name = f"{salt}\0{self.cache.stored}\0{regime}\0{'' if source is None else list(source)}"
+        read = "" if source is None else list(source)
+        name = f"{salt}\0{self.cache.stored}\0{self._summaries}\0{regime}\0{read}"
         return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
     def _pieces(self, events: Sequence[Event]) -> list[Piece]:
@@ -320,6 +329,27 @@ class _Text:
             return ""
         text, stopped = self._stops.push(self._words.flush())
         return text if stopped is not None else text + self._stops.flush()
+
+
+def _check_compressor(compressor: Compressor, placed: Sequence[Group]) -> None:
+    levels = [group for group in placed if group.level is not None and group.level.ratio > 1]
+    if not levels:
+        raise ConfigError(
+            "compressor: the cache's policy summarises nothing",
+            f'say --policy "hierarchy(64, packed=0, summaries=256, ratio={compressor.ratio})"',
+        )
+    layers = compressor.by_layer()
+    for group in levels:
+        assert group.level is not None
+        if group.level.ratio != compressor.ratio:
+            raise ConfigError(
+                f"compressor: it makes a summary of {compressor.ratio} tokens, the policy of {group.level.ratio}",
+                f"say ratio={compressor.ratio}, or train another",
+            )
+        sizes = group.mixer.kv_heads, group.mixer.head_dim, group.mixer.value_dim
+        for layer in group.layers:
+            if layer not in layers or layers[layer].sizes != sizes:
+                raise ConfigError(f"compressor: it was not made for layer {layer} of this model")
 
 
 def _results(plan: Plan, logits: Tensor) -> list[Result]:

@@ -35,7 +35,7 @@ class LayerCompressor(nn.Module):
 
     def __init__(self, kv_heads: int, head_dim: int, value_dim: int, ratio: int, hidden: int) -> None:
         super().__init__()
-        self.sizes = (head_dim, value_dim, 1)
+        self.sizes = kv_heads, head_dim, value_dim
         both = head_dim + value_dim
         self.look = nn.Parameter(torch.zeros(kv_heads, 2, both))  # which tokens count, for the key and for the value
         self.place = nn.Parameter(torch.zeros(kv_heads, 2, ratio))  # the same, by their place
@@ -68,7 +68,7 @@ class LayerCompressor(nn.Module):
         key = (own * keys + turn[:, 1] / ratio * keys.roll(half, -1)).sum(2)
         value = (share[:, :, 1].unsqueeze(-1) * values).sum(2)
         hidden = F.silu(torch.einsum("nkrd,kdh->nkrh", tokens, inner) + inner_bias.unsqueeze(1)).mean(2)
-        more_key, more_value, more = torch.einsum("nkh,kho->nko", hidden, outer).split(self.sizes, dim=-1)
+        more_key, more_value, more = torch.einsum("nkh,kho->nko", hidden, outer).split((*self.sizes[1:], 1), dim=-1)
         middle_key, middle_value = keys.mean(2), values.mean(2)
         variance = (keys - middle_key.unsqueeze(2)).square().mean(2)
         weight = (variance * spread).sum(-1) + more.squeeze(-1)
