@@ -19,6 +19,7 @@ from kvad.config import mixers
 from kvad.engine.engine import Engine
 from kvad.engine.request import Result, Sampling
 from kvad.lab.rounded import Rounded
+from kvad.model.compress import Compressor
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import RESERVED_BLOCKS, Lane, Step
@@ -58,9 +59,15 @@ class Run:
 
 @torch.inference_mode()
 def drive(
-    model: Transformer, cache: CacheConfig, streams: Sequence[Stream], *, budget: int = 256, poison: bool = True
+    model: Transformer,
+    cache: CacheConfig,
+    streams: Sequence[Stream],
+    *,
+    budget: int = 256,
+    poison: bool = True,
+    compressor: Compressor | None = None,
 ) -> Run:
-    engine = Engine(model, cache, budget=budget)
+    engine = Engine(model, cache, budget=budget, compressor=compressor)
     run = Run()
     waiting = dict(enumerate(streams))
     ids: dict[int, int] = {}

@@ -1,15 +1,12 @@
 """Learned summaries: one key, one value and a weight for every ``ratio`` tokens, by a small module per layer.
 
-A mean of keys and values says what a chunk's tokens would say if their keys were equal.  What it loses is known, and
-each part here gives some of it back, for each kv head apart:
+A mean of keys and values says what a chunk's tokens would say if their keys were equal.  What it loses, two parts give
+back, for each kv head apart:
 
-* *Which tokens count.*  Those that queries look at more: softmax(u . [k; v]) over the chunk, u learned, of keys and of
-  values apart (attention pooling).
-* *Turning.*  Under RoPE the tokens of a chunk are turned by different angles; a factor for each place in the chunk and
-  each dimension, and for the dimension half a head away, can take that up.
-* *Mass.*  log mean exp(q . k) is at least q . mean(k), and more the more the keys differ: by half q' Cov(k) q in the
-  second order, so the weight (a logit) gets a learned multiple of each dimension's variance.
-* The rest: a correction of all three, of low rank, from a hidden layer over the tokens.
+* *Which tokens count.*  Those that queries look at more: softmax(u . [k; v] + place) over the chunk, u learned, of keys
+  and of values apart (attention pooling).
+* *A correction* of key, value and weight, of low rank, from a hidden layer over the tokens.  The weight above all: mean
+  exp(q . k) is at least exp(q . mean(k)), and more the more the keys differ, so a mean is looked at too little.
 
 All that is learned begins at zero: an untrained compressor is the mean, to the bit.  Nothing here knows of a cache:
 :class:`Compressor` is handed to one, layer by layer, as a callable (``Compressor.by_layer``).
@@ -39,8 +36,6 @@ class LayerCompressor(nn.Module):
         both = head_dim + value_dim
         self.look = nn.Parameter(torch.zeros(kv_heads, 2, both))  # which tokens count, for the key and for the value
         self.place = nn.Parameter(torch.zeros(kv_heads, 2, ratio))  # the same, by their place
-        self.turn = nn.Parameter(torch.zeros(kv_heads, 2, ratio, head_dim))
-        self.spread = nn.Parameter(torch.zeros(kv_heads, head_dim))
         self.inner = nn.Parameter(torch.randn(kv_heads, both, hidden) * both**-0.5)
         self.inner_bias = nn.Parameter(torch.zeros(kv_heads, hidden))
         self.outer = nn.Parameter(torch.zeros(kv_heads, hidden, both + 1))
@@ -48,31 +43,18 @@ class LayerCompressor(nn.Module):
     def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """keys [n, K, ratio, D] not rotated, values [n, K, ratio, Dv] -> those of the summaries, [n, K, D] and
         [n, K, Dv], and what is to be added to log(ratio) [n, K].  In the dtype of the keys."""
-        look, place, turn, spread, inner, inner_bias, outer = (
-            each.to(keys.dtype)
-            for each in (
-                self.look,
-                self.place,
-                self.turn,
-                self.spread,
-                self.inner,
-                self.inner_bias,
-                self.outer,
-            )
+        look, place, inner, bias, outer = (
+            x.to(keys.dtype) for x in (self.look, self.place, self.inner, self.inner_bias, self.outer)
         )
-        ratio, half = keys.shape[2], keys.shape[-1] // 2
         tokens = torch.cat((keys, values), dim=-1)  # [n, K, ratio, D + Dv]
         seen = torch.einsum("nkrd,ksd->nksr", tokens, look) + place
         share = seen.softmax(-1) - torch.zeros_like(seen).softmax(-1)  # beyond that of the mean
-        own = share[:, :, 0].unsqueeze(-1) + turn[:, 0] / ratio  # [n, K, ratio, D]
-        key = (own * keys + turn[:, 1] / ratio * keys.roll(half, -1)).sum(2)
-        value = (share[:, :, 1].unsqueeze(-1) * values).sum(2)
-        hidden = F.silu(torch.einsum("nkrd,kdh->nkrh", tokens, inner) + inner_bias.unsqueeze(1)).mean(2)
-        more_key, more_value, more = torch.einsum("nkh,kho->nko", hidden, outer).split((*self.sizes[1:], 1), dim=-1)
-        middle_key, middle_value = keys.mean(2), values.mean(2)
-        variance = (keys - middle_key.unsqueeze(2)).square().mean(2)
-        weight = (variance * spread).sum(-1) + more.squeeze(-1)
-        return middle_key + (key + more_key), middle_value + (value + more_value), weight
+        of_key, of_value = share.unsqueeze(-1).unbind(2)
+        hidden = F.silu(torch.einsum("nkrd,kdh->nkrh", tokens, inner) + bias.unsqueeze(1)).mean(2)
+        more_key, more_value, weight = torch.einsum("nkh,kho->nko", hidden, outer).split((*self.sizes[1:], 1), dim=-1)
+        key = keys.mean(2) + ((of_key * keys).sum(2) + more_key)
+        value = values.mean(2) + ((of_value * values).sum(2) + more_value)
+        return key, value, weight.squeeze(-1)
 
 
 class Compressor(nn.Module):

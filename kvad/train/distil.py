@@ -164,14 +164,23 @@ class _Rows:
 
     def loss(self, seen: _Seen, compress: torch.nn.Module) -> Tensor:
         """Of one layer."""
+        told = self._flat(seen.out)
+        wrong = norm = told.new_zeros(())
+        for span, answer in self.answers(seen, compress):
+            right = told[:, span.low : span.high]
+            wrong = wrong + (answer - right).square().sum()
+            norm = norm + right.square().sum()
+        return wrong / norm.clamp(min=torch.finfo(norm.dtype).tiny)
+
+    def answers(self, seen: _Seen, compress: torch.nn.Module) -> Iterator[tuple[_Span, Tensor]]:
+        """What attention answers to each span with summaries in the place of older tokens: [R, high - low, H, Dv]."""
         rotary, score = seen.score.rotary, seen.score
         q, k = seen.q, seen.k
         if rotary is not None:
             q, k = self.angles.rotate(q, rotary), self.angles.rotate(k, rotary)
-        q, told = self._flat(q), self._flat(seen.out)
+        q = self._flat(q)
         k, v = self._flat(k).transpose(1, 2), self._flat(seen.v).transpose(1, 2)
         key, value, weight = self._summaries(seen, rotary, compress)
-        wrong = norm = q.new_zeros(())
         for span in self.spans:
             asked, count = q[:, span.low : span.high], span.first // self.ratio
             older = span.older.weighing(weight[:, :, :count])
@@ -179,10 +188,7 @@ class _Rows:
             if span.exact is not None:
                 parts.append(Part(asked, k[:, :, : span.first], v[:, :, : span.first], span.exact))
             parts.append(Part(asked, k[:, :, span.first : span.high], v[:, :, span.first : span.high], span.recent))
-            right = told[:, span.low : span.high]
-            wrong = wrong + (merge(parts, score).out - right).square().sum()
-            norm = norm + right.square().sum()
-        return wrong / norm.clamp(min=torch.finfo(norm.dtype).tiny)
+            yield span, merge(parts, score).out
 
     def _summaries(
         self, seen: _Seen, rotary: Rotary | None, compress: torch.nn.Module
