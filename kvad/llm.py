@@ -28,6 +28,7 @@ from kvad.cache.formats import FORMATS
 from kvad.cache.full import with_endless
 from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sizing import CacheConfig
+from kvad.checkpoint.compressor import load_compressor
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import DTYPES
 from kvad.checkpoint.open import Opened, model_of, open_checkpoint
@@ -40,6 +41,7 @@ from kvad.engine.request import SAMPLED, SEARCHED, SINGLE, Sampling, TokenScore
 from kvad.engine.texts import Prompt, Texts, one_or_many
 from kvad.engine.trace import Trace, trace
 from kvad.errors import ConfigError, RequestError, UsageError, nearest
+from kvad.model.compress import Compressor
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
@@ -62,12 +64,19 @@ class LLM:
         generation: Generation | None = None,
         budget: int = 2048,
         deterministic: bool = False,
+        compressor: Compressor | None = None,
     ) -> None:
         self.model, self.tokenizer, self.cache = model.eval(), tokenizer, cache
         self.generation = Generation() if generation is None else generation
         ends = frozenset(self.generation.stops)
         self.engine = Engine(
-            self.model, cache, tokenizer=tokenizer, budget=budget, deterministic=deterministic, stop_tokens=ends
+            self.model,
+            cache,
+            tokenizer=tokenizer,
+            budget=budget,
+            deterministic=deterministic,
+            compressor=compressor,
+            stop_tokens=ends,
         )
         self.texts = Texts(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
         self._desk = Desk(self.engine)
@@ -82,6 +91,7 @@ class LLM:
         cache_dtype: str | torch.dtype | None = None,
         cache_keys: str | torch.dtype | None = None,
         cache_values: str | torch.dtype | None = None,
+        compressor: str | Path | None = None,
         revision: str | None = None,
         deterministic: bool = False,
         **cache: Any,
@@ -92,12 +102,14 @@ class LLM:
         configuration; or its fields as keywords (``rows=4, capacity=2048, layout="contiguous"``), what it stores as
         ``cache_dtype`` (default: the model's dtype), or as ``cache_keys`` and ``cache_values``, each one of
         kvad/cache/formats.py.  Dtypes go by name or as torch's own.  What stays of a row is ``policy=``, what is done
-        when it or the cache is full ``on_full=``; ``endless=True`` alone is ``on_full="sinks"``.  ``deterministic``:
-        what a request gets is the same, bit for bit, alone and in any batch (CPU only, slower: docs/performance.md).
+        when it or the cache is full ``on_full=``; ``endless=True`` alone is ``on_full="sinks"``.  ``compressor``: a
+        folder or a run of ``kvad train --objective compress``, which makes the summaries of
+        ``policy="hierarchy(...)"``.  ``deterministic``: what a request gets is the same, bit for bit, alone and in any
+        batch (CPU only, slower: docs/performance.md).
 
-        Raises CheckpointError for a folder that is not a whole checkpoint, UsageError for a device that is not there,
-        ConfigError for a dtype or a cache that cannot be, or a machine on which ``deterministic`` does not hold,
-        MemoryPlanError (before it is allocated) for a cache that would not fit.
+        Raises CheckpointError for a folder that is not a whole checkpoint, and for another model's compressor;
+        UsageError for a device that is not there, ConfigError for a dtype or a cache that cannot be, or a machine on
+        which ``deterministic`` does not hold, MemoryPlanError (before it is allocated) for a cache that would not fit.
         """
         dtype, cache_dtype = _dtype_name("dtype", dtype), _dtype_name("cache.dtype", cache_dtype, FORMATS)
         for side, asked in (("keys", cache_keys), ("values", cache_values)):
@@ -115,8 +127,16 @@ class LLM:
             require(plan_memory(opened.config, config, weights_dtype=computed), available_bytes())
         for name in opened.generation.unheard:
             warnings.warn(f"{opened.path}: generation_config.json: {name} is not applied", stacklevel=2)
+        learned = None if compressor is None else load_compressor(Path(compressor), opened)
         model = model_of(opened, dtype, where)
-        return LLM(model, opened.tokenizer, config, generation=opened.generation, deterministic=deterministic)
+        return LLM(
+            model,
+            opened.tokenizer,
+            config,
+            generation=opened.generation,
+            deterministic=deterministic,
+            compressor=learned,
+        )
 
     # ------------------------------------------------------------ text out
 

@@ -123,11 +123,14 @@ def _rows(lanes: Sequence[Lane]) -> int:
 def fill_unowned(engine: Engine, value: float) -> None:
     """Every block that no row and no published prefix owns, the reserved ones apart, gets ``value``."""
     memory = engine.memory
-    for group, stores, pool in zip(memory.groups, memory.stores, engine.ledger.pools, strict=True):
+    for group, stores, weights, pool in zip(
+        memory.groups, memory.stores, memory.weights, engine.ledger.pools, strict=True
+    ):
         every = range(RESERVED_BLOCKS, group.blocks)
         blocks = [block for block in every if pool.refs[block] == 0 and pool.prefixes[block] is None]
-        for keys, values in stores.values():
-            for array in (*keys.arrays, *values.arrays):
+        for layer, (keys, values) in stores.items():
+            weight = weights[layer].arrays if layer in weights else ()
+            for array in (*keys.arrays, *values.arrays, *weight):
                 array[blocks] = value if array.is_floating_point() or math.isfinite(value) else 127  # 127 as fp8: NaN
 
 

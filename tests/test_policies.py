@@ -369,6 +369,6 @@ def test_a_summary_of_equal_tokens_is_exact_without_positions() -> None:
 
 
 def test_without_the_weight_of_a_summary_the_test_above_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvad.cache.memory.math.log", lambda _: 0.0)
+    monkeypatch.setattr("kvad.cache.levels.math.log", lambda _: 0.0)
     with pytest.raises(AssertionError):
         test_a_summary_of_equal_tokens_is_exact_without_positions()

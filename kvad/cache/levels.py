@@ -3,13 +3,14 @@
 The host says which block goes where (``Moves.pack``, ``Moves.fold``).  A summary stands for ``ratio`` tokens: the mean
 of their values, and of their keys *unrotated*, put at the mean position; rotated keys point in different directions,
 and their mean is short.  Its logit gets log(ratio), the ``weight`` of ``ops.attend.Reading``: n equal keys count n
-times.
+times.  A :data:`Compressor` that was learned may say something else instead, of all three.
 
     ratio 4, positions 8 9 10 11:  one slot at position 9 (its key at 9.5), weight log 4
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,13 +23,14 @@ from kvad.step import Fold, Rotary
 
 __all__ = ["Compressor", "fold_layer", "fold_positions", "means", "pack_layer"]
 
-# (keys unrotated [n, K, ratio, D], values [n, K, ratio, Dv]) -> those of the summaries, [n, K, D] and [n, K, Dv].
-Compressor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# (keys unrotated [n, K, ratio, D], values [n, K, ratio, Dv]) -> those of the summaries, [n, K, D] and [n, K, Dv], and
+# what each logit gets beyond log(ratio), [n, K].
+Compressor = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-def means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def means(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The summary that knows nothing of the model."""
-    return keys.mean(dim=2), values.mean(dim=2)
+    return keys.mean(dim=2), values.mean(dim=2), keys.new_zeros(keys.shape[:2])
 
 
 def pack_layer(above: tuple[Store, Store], below: tuple[Store, Store], sources: Tensor, targets: Tensor) -> None:
@@ -39,28 +41,29 @@ def pack_layer(above: tuple[Store, Store], below: tuple[Store, Store], sources: 
 
 def fold_layer(
     above: tuple[Store, Store],
-    below: tuple[Store, Store],
+    below: tuple[Store, Store, Store],
     folds: Sequence[Fold],
     positions: Tensor,
     ratio: int,
     rotary: Rotary | None,
     compress: Compressor,
 ) -> None:
-    """``positions`` [n, block_size]: of the blocks that are folded; ``rotary``: how the keys in the store are rotated
-    (None: they are not)."""
+    """``below``: keys, values and weights.  ``positions`` [n, block_size]: of the blocks that are folded; ``rotary``:
+    how the keys in the store are rotated (None: they are not)."""
     keys, values = (_blocks(store, _ids(folds, "source", positions)) for store in above)
     if rotary is not None:
-        keys = rotate_blocks(keys, -positions, rotary)
+        keys = rotate_blocks(keys, -positions, rotary, 1 / rotary.factor)
     cut = (-1, ratio)
     short = [x.unflatten(2, cut).transpose(1, 2).flatten(0, 1) for x in (keys, values)]  # [n * slots, K, ratio, D]
-    made, summed = compress(*short)
+    made, summed, more = compress(*short)
     if rotary is not None:
         middle = positions.unflatten(1, cut).double().mean(-1).view(-1, 1)
-        made = rotate_blocks(made.unsqueeze(2), middle, rotary).squeeze(2)
+        made = rotate_blocks(made.unsqueeze(2), middle, rotary, rotary.factor).squeeze(2)
     slots = positions.shape[1] // ratio
     blocks = _ids(folds, "target", positions).repeat_interleave(slots)
     offsets = (_ids(folds, "slot", positions).unsqueeze(1) + torch.arange(slots, device=positions.device)).flatten()
-    for store, x in zip(below, (made, summed), strict=True):
+    weight = (math.log(ratio) + more).unsqueeze(-1)
+    for store, x in zip(below, (made, summed, weight), strict=True):
         for fold in folds:
             if fold.slot == 0:
                 store.clear(blocks.new_tensor([fold.target]))

@@ -14,15 +14,14 @@ Memory must never choose: which block, which row, what to drop are the ledger's 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvad.cache.cuts import HeadColumns, Witness, count_queries, cut_layer
-from kvad.cache.layout import Table, read_column, split
+from kvad.cache.layout import Table, read, read_column, split
 from kvad.cache.levels import Compressor, fold_layer, fold_positions, means, pack_layer
 from kvad.cache.quest import Bounds, ChosenReading
 from kvad.cache.sizing import Group
@@ -41,9 +40,10 @@ class Memory:
     """Stores for every layer of a model, allocated once, in the formats that ``groups`` name.
 
     Keys and values come back in the query's dtype when they are read.  ``rotate``: whether RoPE turns keys as they are
-    stored or as they are read; ``exact``: its angles are computed in float64, for rows without an end.  ``probe`` is
-    shown what every layer sees (a debugger's and ``kvad verify``'s seam); it costs the fused kernel.  ConfigError where
-    torch lacks a format.
+    stored or as they are read; ``exact``: its angles are computed in float64, for rows without an end.
+    ``compressors``, by layer: what makes summaries of tokens, means where there is none.  ``probe`` is shown what every
+    layer sees (a debugger's and ``kvad verify``'s seam); it costs the fused kernel.  ConfigError where torch lacks the
+    format.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Memory:
         device: torch.device | str = "cpu",
         rotate: Literal["write", "read"] = "write",
         exact: bool = False,
+        compressors: Mapping[int, Compressor] | None = None,
         kernel: Kernel = "auto",
         probe: Probe | None = None,
     ) -> None:
@@ -61,6 +62,7 @@ class Memory:
         self.witness: Witness | None = None  # told of every cut; what it asks of the tensors, the step waits for
         self.rotates_on_read, self.exact = rotate == "read", exact
         self.stores: list[dict[int, tuple[Store, Store]]] = []  # per group, by layer: keys and values
+        self.weights: list[dict[int, Store]] = []  # per group, by layer: the logits of summaries
         self.positions: list[Tensor] = []
         for group in self.groups:
             spec, size = group.mixer, group.block_size
@@ -69,6 +71,7 @@ class Memory:
                 keys = Store(group.keys, group.blocks, spec.kv_heads, size, spec.head_dim, device)
                 held[layer] = keys, Store(group.values, group.blocks, spec.kv_heads, size, spec.value_dim, device)
             self.stores.append(held)
+            self.weights.append(_weights(group, device))
             self.positions.append(torch.full((group.blocks, size), -1, dtype=torch.int64, device=device))
         written = {  # those that take tokens, or a source's
             layer: pair
@@ -79,7 +82,7 @@ class Memory:
         self.keys = [written[layer][0] for layer in sorted(written)]
         self.values = [written[layer][1] for layer in sorted(written)]
         self.rotaries: dict[int, Rotary] = {}  # by layer, as it was last written with
-        self.compressors: dict[int, Compressor] = {}  # by layer; summaries are means where there is none
+        self.compressors: dict[int, Compressor] = dict(compressors or {})
         ranked = [(layer, group) for group in self.groups if group.scored is not None for layer in group.layers]
         self.columns = {layer: HeadColumns(group, device) for layer, group in ranked}
         choosing = [(layer, group) for group in self.groups if group.chooses is not None for layer in group.layers]
@@ -87,8 +90,10 @@ class Memory:
         self.parked: dict[int, list[Tensor]] = {}  # on the host, by key
 
     def leaves(self) -> list[Tensor]:
-        """Every tensor of the cache, flat: keys and values by layer, what heads keep by layer, positions by group."""
+        """Every tensor of the cache, flat: keys and values by layer, what heads keep by layer, weights of summaries,
+        positions by group."""
         stores: list[Store | HeadColumns | Bounds] = [*self._stores(), *self.columns.values(), *self.bounds.values()]
+        stores += self._weights()
         return [*(array for store in stores for array in store.arrays), *self.positions]
 
     def payload_bytes(self) -> int:
@@ -98,8 +103,13 @@ class Memory:
         return sum(store.nbytes for store in self._stores()) - self.payload_bytes()
 
     def column_bytes(self) -> int:
-        every: list[Tensor | HeadColumns | Bounds] = [*self.positions, *self.columns.values(), *self.bounds.values()]
-        return sum(each.nbytes for each in every)
+        columns: list[Store | HeadColumns | Bounds] = [*self.columns.values(), *self.bounds.values()]
+        columns += self._weights()
+        return sum(each.nbytes for each in self.positions) + sum(each.nbytes for each in columns)
+
+    def _weights(self) -> Iterator[Store]:
+        for held in self.weights:
+            yield from held.values()
 
     def _stores(self) -> Iterator[Store]:
         for side in (0, 1):
@@ -108,7 +118,7 @@ class Memory:
     def release(self) -> None:
         """Give every store back.  The memory cannot be opened afterwards."""
         self.keys, self.values, self.positions, self.groups = [], [], [], ()
-        self.columns, self.bounds, self.parked, self.stores = {}, {}, {}, []
+        self.columns, self.bounds, self.parked, self.stores, self.weights = {}, {}, {}, [], []
 
     def apply(self, moves: Moves) -> None:
         """Edits between two steps, in the order that :class:`Moves` names."""
@@ -139,13 +149,16 @@ class Memory:
 
     def _of(self, blocks: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Every raw array of a row's groups, and the row's blocks in it."""
-        for group, positions, stores, held in zip(self.groups, self.positions, self.stores, blocks, strict=False):
+        every_group = zip(self.groups, self.positions, self.stores, self.weights, blocks, strict=False)
+        for group, positions, stores, weights, held in every_group:
             ids = torch.tensor(held, dtype=torch.int64, device=positions.device)
             yield positions, ids
             for layer, pair in stores.items():
                 every: tuple[Store | HeadColumns | Bounds, ...] = pair
                 if group.level is None:
                     every = (*pair, *self._columns(layer))
+                elif layer in weights:
+                    every = (*pair, weights[layer])
                 yield from ((array, ids) for store in every for array in store.arrays)
 
     def _columns(self, layer: int) -> list[HeadColumns | Bounds]:
@@ -163,10 +176,11 @@ class Memory:
         level, column = self.groups[number].level, self.positions[number]
         assert level is not None
         positions = self.positions[level.above][torch.tensor([fold.source for fold in folds], device=column.device)]
-        for layer, below in self.stores[number].items():
+        for layer, (keys, values) in self.stores[number].items():
             rotary = None if self.rotates_on_read else self.rotaries.get(layer)
             compress = self.compressors.get(layer, means)
             above = self.stores[level.above][layer]
+            below = keys, values, self.weights[number][layer]
             fold_layer(above, below, folds, positions, level.ratio, rotary, compress)
         fold_positions(column, folds, positions, level.ratio)
 
@@ -217,6 +231,14 @@ class Memory:
                     self.columns[layer].write(shared.written.blocks, shared.written.offsets, step.positions)
                 views[layer] = _MemoryView(shared, layer, self.keys[layer], self.values[layer])
         return [view for view in views if view is not None]
+
+
+def _weights(group: Group, device: torch.device | str) -> dict[int, Store]:
+    """Of the summaries of a level, by layer: what their logits get."""
+    if group.level is None or group.level.ratio == 1:
+        return {}
+    wide, heads = group.weight_format, group.mixer.kv_heads
+    return {layer: Store(wide, group.blocks, heads, group.block_size, 1, device) for layer in group.layers}
 
 
 class _Written:
@@ -297,16 +319,14 @@ class _Lower:
     def __init__(self, memory: Memory, number: int, step: Step) -> None:
         group = memory.groups[number]
         assert group.level is not None
-        self.stores, self.ratio = memory.stores[number], group.level.ratio
+        self.stores, self.weights = memory.stores[number], memory.weights[number]
         reach, place = Reach.of(group.mixer), step.places[number]
         self.tables, self.readings = [], []
         for lane, (low, high), blocks in zip(step.lanes, lane_spans(step.lanes), place.tables, strict=True):
             table = Table(blocks, group.block_size, blocks.shape[1] * group.block_size)
             queries, keys = Mark(step.positions[low:high].view(lane.rows, lane.new)), memory.positions[number]
-            positions = read_column(keys, table)
-            weight = None if self.ratio == 1 else torch.full_like(positions, math.log(self.ratio), dtype=torch.float64)
             self.tables.append(table)
-            self.readings.append(Reading(queries, Mark(positions), reach, weight))
+            self.readings.append(Reading(queries, Mark(read_column(keys, table)), reach))
 
     def parts(self, layer: int, lane: int, q: Tensor, score: Score, reads: _Reads, at: slice) -> Iterator[Part]:
         """The part of a lane; none where no row of it has anything here."""
@@ -317,6 +337,8 @@ class _Lower:
         k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
         if reads.turning and score.rotary is not None:
             k = rotate_rows(k, reading.keys.position, score.rotary, at, exact=reads.exact)
+        if layer in self.weights:
+            reading = reading.weighing(read(self.weights[layer].data, table).squeeze(-1))
         yield Part(q, k, v, reading)
 
 

@@ -187,6 +187,11 @@ class Group(NamedTuple):
         return (find_format(self.keys, "keys"), mixer.head_dim), (find_format(self.values, "values"), mixer.value_dim)
 
     @property
+    def weight_format(self) -> str:
+        """Of what a summary's logit gets, one number for each of its heads."""
+        return "float64" if self.keys == "float64" else "float32"
+
+    @property
     def usable(self) -> int:
         """Blocks that rows can own."""
         return self.blocks - RESERVED_BLOCKS
@@ -379,7 +384,7 @@ def _cross_group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig)
 
 def group_bytes(group: Group) -> GroupBytes:
     """``blocks * layers * K`` times what a block takes of every array of its formats; columns: one int64 position per
-    slot, and where a policy ranks or chooses those of each head.
+    slot, where a policy ranks or chooses those of each head, and of summaries the weights of each head.
 
     float32, D = Dv = 64, K = 1, one layer: 512 bytes of payload per token;  int8: 128, and 8 of scales.
     """
@@ -407,7 +412,10 @@ def _bound_bytes(group: Group) -> int:
 
 
 def _head_column_bytes(group: Group) -> int:
-    """Per slot, layer and head, where a policy ranks: a position (int32), and the attention that it got."""
+    """Per slot, layer and head.  Where a policy ranks: a position (int32), and the attention that it got; of summaries:
+    a weight."""
+    if group.level is not None and group.level.ratio > 1:
+        return find_format(group.weight_format, "weights").arrays(1)[0].nbytes
     if group.scored is None:
         return 0
     return 4 + (0 if not group.scored.watch else 8 if group.keys == "float64" else 4)

@@ -129,13 +129,14 @@ def listed(path: Path) -> dict[str, dict[str, Any]] | None:
     return read_manifest(path) if is_ours(path) else None
 
 
-def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
-    """Name -> entry of a checkpoint folder's files.  Raises CheckpointError for a manifest that is missing or none."""
+def read_manifest(path: Path, tensors: str = MODEL) -> dict[str, dict[str, Any]]:
+    """Name -> entry of a checkpoint folder's files, ``tensors`` among them.  Raises CheckpointError for a manifest that
+    is missing or none."""
     content = read_json(path / MANIFEST)
     files = content.get("files")
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST}: format {content.get('format')!r}, this kvad reads {FORMAT}")
-    if not isinstance(files, dict) or MODEL not in files or not all(map(_is_entry, files.values())):
+    if not isinstance(files, dict) or tensors not in files or not all(map(_is_entry, files.values())):
         raise CheckpointError(f"{path / MANIFEST} does not list the checkpoint's files")
     return files
 

@@ -59,7 +59,7 @@ from kvad.config import ModelConfig, from_dict, to_dict
 from kvad.errors import CheckpointError, ConfigError
 from kvad.text.tokenizer import Tokenizer
 
-__all__ = ["DTYPES", "Own", "Training", "Verify", "load", "save", "save_step"]
+__all__ = ["DTYPES", "Own", "Training", "Verify", "load", "save", "save_step", "save_tensors", "write_json"]
 
 DTYPES = {
     "float64": torch.float64,
@@ -104,21 +104,21 @@ def save(
     with new_folder(folder, replaces=replaces) as new:
         said = Generation() if generation is None else generation
         if layout is None:
-            _write_json(new / CONFIG, _content(config, said, origin))
-            _write_tensors(folder, new / MODEL, tensors)
+            write_json(new / CONFIG, _content(config, said, origin))
+            save_tensors(folder, new / MODEL, tensors)
         else:
             write_config(new, layout, said, next(iter(tensors.values())).dtype)
-            _write_tensors(folder, new / MODEL, dict(write_tensors(layout.family, config, tensors)), THEIRS)
+            save_tensors(folder, new / MODEL, dict(write_tensors(layout.family, config, tensors)), THEIRS)
         for path in beside:
             shutil.copyfile(path, new / path.name)
         if tokenizer is not None:
             tokenizer.save(new)
         if training is not None:
             (new / TRAINING).mkdir()
-            _write_json(new / TRAINING / "state.json", training.state)
-            _write_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
+            write_json(new / TRAINING / "state.json", training.state)
+            save_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
         files = {path.relative_to(new).as_posix(): entry_of(path) for path in sorted(new.rglob("*")) if path.is_file()}
-        _write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
+        write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
 
 
 def _content(config: ModelConfig, generation: Generation, origin: str | None) -> dict[str, Any]:
@@ -157,13 +157,14 @@ def save_step(
     return folder
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
-def _write_tensors(
+def save_tensors(
     folder: Path, path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
 ) -> None:
+    """Raises SaveError, which names ``folder``, if the disk refuses."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(plain, path, metadata)

@@ -67,6 +67,7 @@ def cache_options(command: Command) -> Command:
         click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
         deterministic_option,
         policy_options,
+        click.option("--compressor", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries."),
     ]
     for option in reversed(options):
         command = option(command)
@@ -98,6 +99,8 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "layout": options["layout"],
         "block_size": options["block_size"],
         "capacity": options["context"],
+        "policy": options["policy"],
+        "compressor": options["compressor"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
     chosen = {**formats_asked(options), **policies_asked(options)}

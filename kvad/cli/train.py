@@ -15,6 +15,7 @@ from kvad.errors import UsageError, counted, nearest
 if TYPE_CHECKING:
     from kvad.train.config import RunConfig
     from kvad.train.material import Named
+    from kvad.train.progress import PlainProgress
     from kvad.train.reports import Outcome
 
 __all__ = ["draw_loss_curve", "train"]
@@ -41,6 +42,8 @@ PLACES = {
     "device": "train.device",
     "eval_every": "train.eval_every",
     "save_every": "train.save_every",
+    "objective": "train.objective",
+    "init": "compress.model",
 }
 
 
@@ -54,7 +57,9 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="The run's folder.")
 @click.option("--config", "run_file", type=click.Path(path_type=Path), help="A run file (TOML); flags go before it.")
-@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a key of the model's config.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a key of what is trained.")
+@click.option("--objective", type=click.Choice(["next-token", "compress"]), help="[default: next-token]")
+@click.option("--init", metavar="MODEL", help="Of compress: the model whose cache is compressed.")
 @click.option(
     "--preset",
     help="Model shape: tiny, small, demo, medium, base; transformer- and marian-, tiny or base.  [default: small]",
@@ -117,9 +122,8 @@ def train(
     kvad train pairs.tsv --preset transformer-base --vocab-size 37000 --out runs/translate
     kvad train --pairs train.de train.en --validation-pairs val.de val.en --preset transformer-tiny --out runs/de-en
     kvad train --resume --out runs/mine
+    kvad train corpus/ --objective compress --init runs/mine --set ratio=8 --out runs/summaries
     """
-    from kvad.cache.available import available_bytes
-    from kvad.train import job
     from kvad.train.config import RunConfig, read_toml
     from kvad.train.progress import progress_on
 
@@ -129,24 +133,52 @@ def train(
     if run_file is not None:
         table = read_toml(run_file)
     elif resume:
-        table = job.stored_run(out)[0].to_dict()
+        table = _stored_run(out).to_dict()
     flags["validation"] = share = _share(validation)
     config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
     held = [(Path(validation),)] if validation is not None and share is None else []
     named = _named(corpus, pairs, [*held, *validation_pairs])
     progress = progress_on(console())
-    have = available_bytes()
     try:
-        if resume:
-            outcome = job.resume(out, config=config, corpus=named, available=have, callbacks=[progress])
-        else:
-            outcome = job.train(config, named, out, overwrite=overwrite, available=have, callbacks=[progress])
+        outcome = _run(config, named, out, progress, resume=resume, overwrite=overwrite)
     finally:
         progress.close()
     figures = draw_loss_curve(out)
     _say(outcome, config, out, figures, as_json)
     if outcome.reason == "interrupted":
         click.get_current_context().exit(130)
+
+
+def _is_compressor(out: Path) -> bool:
+    from kvad.checkpoint.compressor import NAME
+    from kvad.checkpoint.folder import steps_of
+
+    return any((path / NAME).is_file() for path in steps_of(out)[-1:])
+
+
+def _stored_run(out: Path) -> RunConfig:
+    from kvad.train import compress, job
+
+    return compress.stored_run(out)[0] if _is_compressor(out) else job.stored_run(out)[0]
+
+
+def _run(
+    config: RunConfig, named: Named, out: Path, progress: PlainProgress, *, resume: bool, overwrite: bool
+) -> Outcome:
+    from kvad.cache.available import available_bytes
+    from kvad.train import compress, job
+    from kvad.train.config import CompressConfig
+
+    heard = [progress]
+    if config.train.objective == "compress":
+        if resume:
+            return compress.resume(out, config=config, corpus=named, callbacks=heard)
+        return compress.train(config, named, out, overwrite=overwrite, callbacks=heard)
+    if config.compress != CompressConfig():
+        raise UsageError("[compress] and --init are for --objective compress", "a language model begins at random")
+    if resume:
+        return job.resume(out, config=config, corpus=named, available=available_bytes(), callbacks=heard)
+    return job.train(config, named, out, overwrite=overwrite, available=available_bytes(), callbacks=heard)
 
 
 def _share(text: str | None) -> float | None:
@@ -184,7 +216,12 @@ def _with_flags(
     if tokenizer is not None:
         _check_tokenizer(tokenizer)
         put(*(("tokenizer.kind", tokenizer) if tokenizer in KINDS else ("tokenizer.path", tokenizer)))
-    if chosen := _assigned(assignments):
+    chosen = _assigned(assignments)
+    objective = merged.get("train", {})
+    if isinstance(objective, dict) and objective.get("objective") == "compress":
+        for key, value in chosen.items():
+            put(f"compress.{key.removeprefix('compress.')}", value)
+    elif chosen:
         earlier = merged.get("model", {})
         put("model.set", {**(earlier.get("set", {}) if isinstance(earlier, dict) else {}), **chosen})
     return merged
@@ -233,6 +270,10 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
     )
     if outcome.reason == "interrupted":
         click.echo(f"stopped, and saved. Go on with:  kvad train --resume --out {out}", err=True)
+    elif config.train.objective == "compress":
+        wanted = config.compress
+        policy = f"hierarchy({wanted.recent}, packed=0, summaries=N, ratio={wanted.ratio}, every={wanted.every})"
+        click.echo(f'next:  kvad generate {wanted.model} --compressor {out} --policy "{policy}"', err=True)
     else:
         command = "translate" if config.resolve(vocab=1).kind == "encoder-decoder" else "generate"
         click.echo(f"next:  kvad {command} {out}", err=True)

@@ -19,7 +19,7 @@ from kvad.cache.ledger import Ledger
 from kvad.cache.memory import Memory
 from kvad.cache.planning import check_policy
 from kvad.cache.settle import settle
-from kvad.cache.sizing import CacheConfig, groups
+from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.config import mixers
 from kvad.engine.limits import Limits
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
@@ -27,7 +27,8 @@ from kvad.engine.row import Encoding
 from kvad.engine.runner import Runner
 from kvad.engine.sampler import FAULT, Chosen, Job, sample, score_tokens
 from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
-from kvad.errors import KvadError, RequestError
+from kvad.errors import ConfigError, KvadError, RequestError
+from kvad.model.compress import Compressor
 from kvad.model.isolate import isolate
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import Kernel
@@ -81,6 +82,7 @@ class Engine:
     ``stop_tokens``: what ends a text; the tokenizer's separator and end where none are given.  ``deterministic``: a
     request's logits and tokens are the same, bit for bit, whatever runs beside it and however its tokens are cut into
     steps (on a CPU, of one process: other machines, builds and numbers of threads round otherwise).
+    ``compressor``: what makes the policy's summaries; ConfigError where the policy has none, or of another ratio.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Engine:
         kernel: Kernel = "auto",
         deterministic: bool = False,
         probe: Probe | None = None,
+        compressor: Compressor | None = None,
         stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
         cache = settle(model.config, cache)
@@ -104,11 +107,16 @@ class Engine:
         if deterministic:
             kernel = isolate(model)
         placed = groups(mixers(model.config), cache)
+        if compressor is not None:
+            _check_compressor(compressor, placed)
+            compressor = compressor.to(self.device)
+        self._summaries = "" if compressor is None else compressor.fingerprint()
         self.memory = Memory(
             placed,
             device=self.device,
             rotate=cache.rotate,
             exact=cache.endless,
+            compressors=None if compressor is None else compressor.by_layer(),
             kernel=kernel,
             probe=probe,
         )
@@ -278,7 +286,7 @@ class Engine:
         longest = self.limits.longest(sampling)[0]
         wanted = len(tokens) + (longest if sampling.max_tokens is None else sampling.max_tokens)
         regime = self.runner.regime(min(longest, wanted, self.model.config.limit))
-        kept = f"{self.cache.kept}\0{self.cache.endless}\0{self.cache.rotate}"
+        kept = f"{self.cache.kept}\0{self.cache.endless}\0{self.cache.rotate}\0{self._summaries}"
         name = f"{salt}\0{self.cache.stored}\0{kept}\0{regime}\0{'' if source is None else list(source)}"
         return hashlib.blake2b(name.encode(), digest_size=16).digest()
 
@@ -335,6 +343,27 @@ class _Text:
             return ""
         text, stopped = self._stops.push(self._words.flush())
         return text if stopped is not None else text + self._stops.flush()
+
+
+def _check_compressor(compressor: Compressor, placed: Sequence[Group]) -> None:
+    levels = [group for group in placed if group.level is not None and group.level.ratio > 1]
+    if not levels:
+        raise ConfigError(
+            "compressor: the cache's policy summarises nothing",
+            f'say --policy "hierarchy(64, packed=0, summaries=256, ratio={compressor.ratio})"',
+        )
+    layers = compressor.by_layer()
+    for group in levels:
+        assert group.level is not None
+        if group.level.ratio != compressor.ratio:
+            raise ConfigError(
+                f"compressor: it makes a summary of {compressor.ratio} tokens, the policy of {group.level.ratio}",
+                f"say ratio={compressor.ratio}, or train another",
+            )
+        sizes = group.mixer.kv_heads, group.mixer.head_dim, group.mixer.value_dim
+        for layer in group.layers:
+            if layer not in layers or layers[layer].sizes != sizes:
+                raise ConfigError(f"compressor: it was not made for layer {layer} of this model")
 
 
 def _results(plan: Plan, logits: Tensor) -> list[Result]:

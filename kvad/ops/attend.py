@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -65,7 +66,7 @@ class Reading:
 
     def __init__(self, queries: Mark, keys: Mark, reach: Reach, weight: Tensor | None = None) -> None:
         self.queries, self.keys, self.reach = queries, keys, reach
-        self.weight = weight if weight is None or weight.dim() == 3 else weight.unsqueeze(1)  # [R, 1 or K, S]
+        self.weight = _by_head(weight)
         rows, new = queries.position.shape
         self.shape = (rows, new, keys.position.shape[-1])
         self.per_head = keys.position.dim() == 3
@@ -73,6 +74,14 @@ class Reading:
         self.aligned: object = None  # what ops/aligned.py keeps of it
         self._visible: Tensor | None = None
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by id, beside what it belongs to: ids are used again
+
+    def weighing(self, weight: Tensor) -> Reading:
+        """The same, masks and biases shared, with a weight of its own."""
+        if self._visible is None and self._masks <= MASK_BUDGET:
+            self._visible = self._allows(0, self.shape[1])
+        other = copy(self)
+        other.weight = _by_head(weight)
+        return other
 
     @cached_property
     def far(self) -> Tensor | None:
@@ -150,6 +159,11 @@ def attend(
         return blocks[0]
     weights, scores = joined([b.weights for b in blocks]), joined([b.scores for b in blocks])
     return Attended(torch.cat([b.out for b in blocks], dim=1), weights, scores)
+
+
+def _by_head(weight: Tensor | None) -> Tensor | None:
+    """[R, S] or [R, K, S] -> [R, 1 or K, S]."""
+    return weight if weight is None or weight.dim() == 3 else weight.unsqueeze(1)
 
 
 def joined(blocks: Sequence[Tensor | None]) -> Tensor | None:

@@ -72,11 +72,11 @@ def rotate_rows(x: Tensor, positions: Tensor, rotary: Rotary, at: slice, *, exac
     return _turn(x, positions, rotary, at, torch.float64 if exact else torch.float32)
 
 
-def rotate_blocks(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+def rotate_blocks(x: Tensor, positions: Tensor, rotary: Rotary, factor: float = 1.0) -> Tensor:
     """x [n, K, S, D] turned by ``positions`` [n, S] in float64, whatever they are: back where they are negative.
 
-    The factor that lies on cos and sin is left alone: it stays on keys that are turned back and forth."""
-    return _turn(x, positions, rotary._replace(factor=1.0), slice(0), torch.float64)
+    ``factor``: on cos and sin, in the place of the rotary's own."""
+    return _turn(x, positions, rotary._replace(factor=factor), slice(0), torch.float64)
 
 
 def _turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice, least: torch.dtype) -> Tensor:

@@ -1,11 +1,13 @@
 """What a training run is, as frozen dataclasses: a TOML file in ``runs/``, and what ``--resume`` holds a run against.
 
-A run file has four tables::
+A run file has five tables::
 
     [model]       a whole ModelConfig, or preset = "small" and what differs from it; vocab and limit may be left out
     [data]        context, suffixes, documents, errors, validation, ...   DataConfig
     [tokenizer]   kind, path, vocab_size, ...                            TokenizerConfig
-    [train]       steps, minutes, batch, lr, ...                         TrainConfig
+    [train]       steps, minutes, batch, lr, objective, ...              TrainConfig
+    [compress]    model, ratio, recent, ...: what train.objective = "compress" trains, in the place of [model] and
+                  [tokenizer]                                            CompressConfig
 
 Unknown tables and keys are refused with the nearest known name.  TOML has no null: in [model] the text "null" is one.
 Standard library only.
@@ -24,9 +26,17 @@ from kvad.config import ModelConfig, from_dict, override, to_dict
 from kvad.errors import ConfigError, nearest
 from kvad.train.presets import PRESETS
 
-__all__ = ["DataConfig", "RunConfig", "TokenizerConfig", "TrainConfig", "differences", "parse_assignments"]
+__all__ = [
+    "CompressConfig",
+    "DataConfig",
+    "RunConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "differences",
+    "parse_assignments",
+]
 
-TABLES = ("model", "data", "tokenizer", "train")
+TABLES = ("model", "data", "tokenizer", "train", "compress")
 FREE = ("train.log_every", "train.eval_every", "train.save_every", "train.keep")  # may change on resume: no number does
 
 
@@ -74,7 +84,10 @@ class TrainConfig:
     follows the elapsed share of the time.  ``weight_decay`` applies to matrices and embeddings (``optim.py``).
     ``precision``: ``auto`` is bf16 autocast where the machine multiplies bf16 natively, else fp32.
     ``eval_tokens``: how much of the validation split an evaluation reads, evenly spread (0 = all of it).
+    ``objective``: a language model, by the next token, or a compressor of a model's cache (``distil.py``).
     """
+
+    objective: Literal["next-token", "compress"] = "next-token"
 
     steps: int | None = None
     minutes: float | None = None
@@ -118,6 +131,36 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class CompressConfig:
+    """A compressor of the cache of ``model`` (a checkpoint), which makes one summary of ``ratio`` tokens.
+
+    It is trained to stand for all but the first ``sinks`` and the latest ``recent`` tokens of a row, for ``every``
+    queries at a time, as ``hierarchy(recent, sinks=, every=, ratio=)`` lets tokens descend.  ``hidden``: units of its
+    correction, for each kv head.
+    """
+
+    model: str | None = None
+    ratio: int = 8
+    recent: int = 64
+    every: int = 16
+    sinks: int = 0
+    hidden: int = 16
+
+    def __post_init__(self) -> None:
+        for name, least in (("ratio", 2), ("recent", 1), ("every", 1), ("sinks", 0), ("hidden", 1)):
+            _check(getattr(self, name) >= least, f"compress.{name}", getattr(self, name), f"at least {least}")
+
+    def check_context(self, context: int) -> None:
+        """ConfigError where nothing of a row of ``context`` tokens would be summarised."""
+        last = (context - 1) // self.every * self.every
+        if max(0, last - self.recent) // self.ratio * self.ratio <= self.sinks:
+            raise ConfigError(
+                f"compress.recent: of rows of {context} tokens nothing is older than {self.recent}",
+                f"train on a longer --context than {self.sinks + self.recent + self.every + self.ratio}",
+            )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run.  ``model`` is the table as it was written; ``resolve`` makes a ModelConfig of it."""
 
@@ -125,6 +168,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    compress: CompressConfig = field(default_factory=CompressConfig)
 
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> RunConfig:
@@ -139,6 +183,7 @@ class RunConfig:
             from_dict(DataConfig, content.get("data", {}), "data"),
             from_dict(TokenizerConfig, content.get("tokenizer", {}), "tokenizer"),
             from_dict(TrainConfig, content.get("train", {}), "train"),
+            from_dict(CompressConfig, content.get("compress", {}), "compress"),
         )
 
     @staticmethod

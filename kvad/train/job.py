@@ -44,7 +44,7 @@ from kvad.train.reports import Callback, Outcome
 from kvad.train.store import changed_sources
 from kvad.train.trainer import State, Trainer
 
-__all__ = ["METRICS", "resume", "stored_run", "train"]
+__all__ = ["METRICS", "check_device", "check_out", "nothing_left", "resume", "stored_run", "teller", "train"]
 
 METRICS = "metrics.jsonl"
 TEXTS = (".json", ".jsonl", ".svg")  # what a run's folder holds that a corpus would take for text
@@ -67,21 +67,21 @@ def train(
     ``available``: bytes that may be taken (None: nobody knows).  Raises UsageError, DataError, ConfigError,
     TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
-    _check_out(out, corpus, config.data.suffixes)
+    check_out(out, corpus, config.data.suffixes)
     earlier = steps_of(out)
     if earlier and not overwrite:
         raise UsageError(
             f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
         )
-    _check_device(config.train.device)
+    check_device(config.train.device)
     kind = config.resolve(vocab=1).kind  # before a tokenizer is trained for a model that cannot be
-    tell = _teller(callbacks)
+    tell = teller(callbacks)
     named = named_for(kind, corpus)
     material = Material(config, named, tell)
     tokenizer = material.make_tokenizer()
     model_config = config.resolve(tokenizer.vocab_size)
     _check_memory(config, model_config, available)
-    with _nothing_left(out):
+    with nothing_left(out):
         material.open(out / "data", tokenizer)
     torch.manual_seed(config.train.seed)
     model = Transformer(model_config)
@@ -114,9 +114,9 @@ def resume(
     assert state is not None and tokenizer is not None, "stored_run has looked"
     config, corpus = config or stored, corpus or paths
     _check_same(stored, config, checkpoint, tokenizer)
-    _check_device(config.train.device)
+    check_device(config.train.device)
     _check_memory(config, checkpoint.config, available)
-    tell = _teller(callbacks)
+    tell = teller(callbacks)
     named = named_for(checkpoint.config.kind, corpus)
     material = Material(config, named, tell)
     if material.key(tokenizer) != state.state["data"]:
@@ -235,7 +235,7 @@ def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Opened, tokeni
         raise ConfigError(f"cannot resume with another configuration: {'; '.join(found)}", "start a new run for that")
 
 
-def _check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
+def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
     """A folder, or none yet, that no corpus of folders would read as text in a later run."""
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not there.is_dir():
@@ -254,7 +254,7 @@ def _check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
 
 
 @contextmanager
-def _nothing_left(out: Path) -> Iterator[None]:
+def nothing_left(out: Path) -> Iterator[None]:
     """If the block fails, the folders that it made on the way to ``out`` go again, as far as they are empty."""
     missing = [path for path in (out, *out.parents) if not path.exists()]
     try:
@@ -274,14 +274,17 @@ def _check_memory(config: RunConfig, model: ModelConfig, available: int | None) 
         require(model, config, parameters, available, half=resolve_precision(precision, device) == "bf16")
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """ConfigError for one that cannot be used."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"train.device: {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def _teller(callbacks: Sequence[Callback]) -> Callable[[str], None]:
+def teller(callbacks: Sequence[Callback]) -> Callable[[str], None]:
+    """What tells all of them what is being prepared."""
+
     def tell(text: str) -> None:
         for callback in callbacks:
             callback.on_stage(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,21 @@ from kvad.model.transformer import Transformer
 from kvad.step import Memory
 from kvad.train.data import Batch
 
-__all__ = ["Autocast", "backward", "loss_of", "resolve_precision"]
+__all__ = ["Autocast", "Objective", "backward", "loss_of", "resolve_precision"]
 
 LOGIT_BUDGET = 1 << 22  # elements of [positions, V] made at a time
+
+
+class Objective(Protocol):
+    """By what the loop trains."""
+
+    def backward(self, batch: Batch, total: int) -> float:
+        """Add the gradient of this batch's summed loss / ``total`` targets; returns the summed loss."""
+        ...
+
+    def loss_of(self, batches: Iterable[Batch]) -> tuple[float, int]:
+        """Mean loss per target, and how many targets there were."""
+        ...
 
 
 class Autocast:

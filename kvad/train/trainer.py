@@ -11,21 +11,22 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from kvad.errors import NumericalError
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.train.config import TrainConfig
-from kvad.train.data import TrainingData
+from kvad.train.data import Batch, TrainingData
 from kvad.train.metrics import Speed
-from kvad.train.objective import Autocast, backward, loss_of, resolve_precision
+from kvad.train.objective import Autocast, Objective, backward, loss_of, resolve_precision
 from kvad.train.optim import learning_rate
 from kvad.train.reports import Callback, EvalReport, Outcome, Sample, SamplesReport, StartReport, StepReport
 
@@ -47,10 +48,11 @@ class State:
 
 @dataclass
 class Trainer:
-    """``save`` writes a checkpoint of the given state and returns its folder; ``sample`` says what the model makes of a
-    few examples, after every evaluation; ``clock`` gives seconds."""
+    """``model``: what is trained.  ``save`` writes a checkpoint of the given state and returns its folder; ``sample``
+    says what the model makes of a few examples, after every evaluation; ``clock`` gives seconds; ``objective``: by what
+    it is trained (None: a language model, by the next token)."""
 
-    model: Transformer
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     data: TrainingData
     config: TrainConfig
@@ -59,12 +61,15 @@ class Trainer:
     sample: Callable[[], tuple[Sample, ...]] | None = None
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
+    objective: Objective | None = None
 
     def __post_init__(self) -> None:
         config = self.config
         self.precision = resolve_precision(config.precision, config.device)
-        self.autocast = Autocast(self.precision, config.device)
-        self.memory = Fresh(self.model.config)
+        if self.objective is None:
+            assert isinstance(self.model, Transformer)
+            self.objective = _NextToken(self.model, Autocast(self.precision, config.device))
+        self.aim: Objective = self.objective
         self.parameters = list(self.model.parameters())
         self.speed = Speed()
 
@@ -105,7 +110,7 @@ class Trainer:
         total = sum(len(batch.targets) for batch in batches)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        summed = sum(backward(self.model, batch, self.memory, total, self.autocast) for batch in batches)
+        summed = sum(self.aim.backward(batch, total) for batch in batches)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, config.clip))
         if not math.isfinite(summed) or not math.isfinite(norm):
             raise NumericalError(
@@ -126,7 +131,7 @@ class Trainer:
     def _evaluate(self) -> None:
         self.model.eval()
         state = self.state
-        state.val_loss, tokens = loss_of(self.model, self.data.evaluation(), self.memory, self.autocast)
+        state.val_loss, tokens = self.aim.loss_of(self.data.evaluation())
         state.val_step, state.best = state.step, min(state.val_loss, math.inf if state.best is None else state.best)
         self._tell("on_eval", EvalReport(state.step, state.val_loss, tokens, state.best))
         if self.sample is not None:
@@ -176,6 +181,19 @@ class Trainer:
         s = self.state
         reason: Literal["done", "interrupted"] = "done" if self._is_over() else "interrupted"
         return Outcome(reason, s.step, s.loss, s.val_loss, s.best, s.tokens, s.elapsed, checkpoint)
+
+
+class _NextToken:
+    """Next-token cross entropy, without a cache."""
+
+    def __init__(self, model: Transformer, autocast: Autocast) -> None:
+        self._model, self._memory, self._autocast = model, Fresh(model.config), autocast
+
+    def backward(self, batch: Batch, total: int) -> float:
+        return backward(self._model, batch, self._memory, total, self._autocast)
+
+    def loss_of(self, batches: Iterable[Batch]) -> tuple[float, int]:
+        return loss_of(self._model, batches, self._memory, self._autocast)
 
 
 @contextmanager

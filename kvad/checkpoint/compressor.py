@@ -1,0 +1,138 @@
+"""Compressors on disk: what ``kvad train --objective compress`` writes, and what a cache is given.
+
+A folder of its own, beside the model and not in it::
+
+    compressor.json          {"kvad": version, "format": 1, "model": fingerprint, "ratio", "hidden", "recent", "sinks"}
+    compressor.safetensors   what was learned, by layer
+    manifest.json            as of a checkpoint (``native.py``)
+    training/                where training can go on
+
+It belongs to one model and is refused for another: ``model`` names config and weights (:func:`model_fingerprint`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvad.checkpoint.atomic import discard, new_folder, sweep
+from kvad.checkpoint.folder import MANIFEST, TRAINING, check_file, entry_of, read_json, read_manifest, steps_of
+from kvad.checkpoint.native import save_tensors, write_json
+from kvad.checkpoint.opened import Opened, Tensors, Training
+from kvad.config import meaning, mixers
+from kvad.errors import CheckpointError
+from kvad.model.compress import Compressor
+
+__all__ = ["StoredCompressor", "load_compressor", "model_fingerprint", "open_compressor", "save_compressor"]
+
+NAME, TENSORS = "compressor.json", "compressor.safetensors"
+FORMAT = 1
+LOOKED_AT = 64  # numbers of each tensor
+
+
+def model_fingerprint(opened: Opened) -> str:
+    """Names a model whatever the layout that it is stored in: its config, and numbers from all over each tensor."""
+    digest = hashlib.blake2b(json.dumps(meaning(opened.config), sort_keys=True).encode(), digest_size=16)
+    for name, tensor in sorted(opened.weights()):
+        flat = tensor.reshape(-1)
+        some = flat[:: max(1, len(flat) // LOOKED_AT)][:LOOKED_AT].double()
+        digest.update(name.encode())
+        digest.update(some.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_compressor(
+    run: Path,
+    step: int,
+    compressor: Compressor,
+    model: str,
+    settings: dict[str, Any],
+    training: Training,
+    *,
+    keep: int = 2,
+    fresh: bool = False,
+) -> Path:
+    """Write ``run/checkpoints/step-N``, whole or not at all, and then delete all but the newest ``keep``.
+
+    ``model``: its fingerprint; ``settings``: what else compressor.json says; ``fresh``: as ``native.save_step``.
+    Raises SaveError.
+    """
+    from kvad import __version__
+
+    folder = run / "checkpoints" / f"step-{step:08d}"
+    sweep(folder.parent)
+    with new_folder(folder, replaces=steps_of(run) if fresh else ()) as new:
+        said = {"kvad": __version__, "format": FORMAT, "model": model}
+        write_json(new / NAME, {**said, "ratio": compressor.ratio, "hidden": compressor.hidden, **settings})
+        save_tensors(folder, new / TENSORS, compressor.state_dict())
+        (new / TRAINING).mkdir()
+        write_json(new / TRAINING / "state.json", training.state)
+        save_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
+        files = {path.relative_to(new).as_posix(): entry_of(path) for path in sorted(new.rglob("*")) if path.is_file()}
+        write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
+    for old in steps_of(run)[:-keep]:
+        discard(old)
+    return folder
+
+
+@dataclass(frozen=True)
+class StoredCompressor:
+    """A folder that has been looked at; ``content``: of its compressor.json."""
+
+    path: Path
+    content: dict[str, Any]
+
+    @property
+    def model(self) -> str:
+        """The fingerprint of the model that it was trained for."""
+        return str(self.content["model"])
+
+    @cached_property
+    def training(self) -> Training | None:
+        folder = self.path / TRAINING
+        if not (folder / "state.json").is_file():
+            return None
+        return Training(Tensors(folder / "state.safetensors"), read_json(folder / "state.json"))
+
+    def compressor(self, opened: Opened) -> Compressor:
+        """For this model.  CheckpointError for another one, and for tensors that are missing or of another shape."""
+        if model_fingerprint(opened) != self.model:
+            raise CheckpointError(
+                f"{self.path}: this compressor was trained for another model than {opened.path}",
+                "train one for it: kvad train --objective compress --init MODEL",
+            )
+        compressor = Compressor(mixers(opened.config), self.content["ratio"], self.content["hidden"])
+        found, wanted = Tensors(self.path / TENSORS), compressor.state_dict()
+        for name in sorted({*found, *wanted}):
+            if name not in found or name not in wanted or found.shape(name) != tuple(wanted[name].shape):
+                raise CheckpointError(f"{found.path}: tensor {name} is missing, extra, or of another shape")
+        compressor.load_state_dict(dict(found))  # copied: what is mapped may be trained further
+        return compressor.eval().requires_grad_(False)
+
+
+def open_compressor(path: Path) -> StoredCompressor:
+    """A folder, or the newest of a run.  Raises CheckpointError for what is no whole compressor."""
+    path = Path(path)
+    steps = steps_of(path)
+    folder = path if (path / NAME).is_file() or not steps else steps[-1]
+    if not (folder / NAME).is_file():
+        what = "no such folder" if not path.exists() else f"it has no {NAME}"
+        raise CheckpointError(f"{path} is not a compressor: {what}", "kvad train --objective compress makes one")
+    for name, entry in read_manifest(folder, TENSORS).items():
+        check_file(folder / name, entry, verify=name == TENSORS)
+    content = read_json(folder / NAME)
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"{folder / NAME}: format {content.get('format')!r}, this kvad reads {FORMAT}")
+    for key, kind in (("model", str), ("ratio", int), ("hidden", int)):
+        if type(content.get(key)) is not kind:
+            raise CheckpointError(f"{folder / NAME}: {key}: {content.get(key)!r}", "train it anew")
+    return StoredCompressor(folder, content)
+
+
+def load_compressor(path: Path, opened: Opened) -> Compressor:
+    """The compressor in ``path``, for this model.  Raises CheckpointError, also for another model's."""
+    return open_compressor(path).compressor(opened)

@@ -1,0 +1,213 @@
+"""From texts and a trained model to a compressor of its cache: what is around the loop, as ``job.py`` is for models.
+
+    from kvad.train.compress import train
+    outcome = train(RunConfig(train=TrainConfig(objective="compress"), compress=CompressConfig(model="runs/x")), ...)
+
+The run's folder holds ``checkpoints/step-N/`` (each a whole compressor, ``checkpoint/compressor.py``), ``data/`` (the
+tokens, by the model's own tokenizer) and ``metrics.jsonl``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvad.checkpoint.compressor import StoredCompressor, model_fingerprint, open_compressor, save_compressor
+from kvad.checkpoint.folder import steps_of
+from kvad.checkpoint.open import model_of, open_checkpoint
+from kvad.checkpoint.opened import Opened, Training
+from kvad.config import mixers
+from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.model.compress import Compressor
+from kvad.model.transformer import Transformer
+from kvad.text.tokenizer import Tokenizer
+from kvad.train.config import RunConfig, TokenizerConfig, differences
+from kvad.train.distil import Distillation
+from kvad.train.job import METRICS, check_device, check_out, nothing_left, teller
+from kvad.train.material import Material, Named, as_json, from_json, named_for
+from kvad.train.metrics import MetricsFile
+from kvad.train.objective import Autocast, resolve_precision
+from kvad.train.optim import make_optimizer, optimizer_tensors, restore_optimizer
+from kvad.train.reports import Callback, Outcome
+from kvad.train.store import changed_sources
+from kvad.train.trainer import State, Trainer
+
+__all__ = ["resume", "stored_run", "train"]
+
+Clock = Callable[[], float]
+
+
+def train(
+    config: RunConfig,
+    corpus: Named,
+    out: Path,
+    *,
+    overwrite: bool = False,
+    callbacks: Sequence[Callback] = (),
+    clock: Clock = time.monotonic,
+) -> Outcome:
+    """Train a compressor for ``config.compress.model`` on text files and folders.
+
+    Raises UsageError, DataError, ConfigError, CheckpointError before anything is written; SaveError, with the last
+    checkpoint whole.
+    """
+    check_out(out, corpus, config.data.suffixes)
+    earlier = steps_of(out)
+    if earlier and not overwrite:
+        raise UsageError(
+            f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
+        )
+    check_device(config.train.device)
+    opened, tokenizer = _opened(config)
+    tell = teller(callbacks)
+    named = named_for(opened.config.kind, corpus)
+    material = Material(config, named, tell)
+    torch.manual_seed(config.train.seed)
+    compressor = Compressor(mixers(opened.config), config.compress.ratio, config.compress.hidden)
+    with nothing_left(out):
+        material.open(out / "data", tokenizer)
+    run = _Run(config, named, out, opened, compressor, material, fresh=bool(earlier))
+    return run.fit(State(), None, callbacks, clock)
+
+
+def resume(
+    out: Path,
+    *,
+    config: RunConfig | None = None,
+    corpus: Named = (),
+    callbacks: Sequence[Callback] = (),
+    clock: Clock = time.monotonic,
+) -> Outcome:
+    """Go on from the newest checkpoint of a run, to the bit, as ``job.resume`` does for models.
+
+    Raises ConfigError naming what differs, CheckpointError where there is no run, or the model is another now.
+    """
+    run_config, paths = stored_run(out)
+    found = open_compressor(out)
+    config, corpus, state = config or run_config, corpus or paths, _training(found)
+    if told := differences(run_config.to_dict(), config.to_dict()):
+        raise ConfigError(f"cannot resume with another configuration: {'; '.join(told)}", "start a new run for that")
+    check_device(config.train.device)
+    opened, tokenizer = _opened(config)
+    compressor = found.compressor(opened).requires_grad_(True)
+    tell = teller(callbacks)
+    named = named_for(opened.config.kind, corpus)
+    material = Material(config, named, tell)
+    if material.key(tokenizer) != state.state["data"]:
+        changed = ", ".join(changed_sources(out / "data", material.texts)[:3])
+        raise ConfigError(f"cannot resume {out}: its corpus has changed{': ' + changed if changed else ''}")
+    material.open(out / "data", tokenizer)
+    if state.state.get("threads") != torch.get_num_threads():
+        tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")
+    run = _Run(config, named, out, opened, compressor, material)
+    return run.fit(State(**state.state["progress"]), state, callbacks, clock)
+
+
+def stored_run(out: Path) -> tuple[RunConfig, Named]:
+    """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
+    found = open_compressor(out)
+    state = _training(found).state
+    try:
+        return RunConfig.from_dict(state["run"]), from_json(state["corpus"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{found.path}: its training state has no {error}") from error
+
+
+def _training(found: StoredCompressor) -> Training:
+    if found.training is None:
+        raise CheckpointError(f"{found.path} holds a compressor but no training state", "only a run can go on")
+    return found.training
+
+
+def _opened(config: RunConfig) -> tuple[Opened, Tokenizer]:
+    """The model that is compressed, and its tokenizer, refused where they cannot be."""
+    wanted = config.compress
+    if wanted.model is None:
+        raise UsageError("compress.model: a compressor is trained for a model", "name its checkpoint: --init MODEL")
+    if config.model or config.tokenizer != TokenizerConfig():
+        table = "model" if config.model else "tokenizer"
+        raise ConfigError(f"[{table}]: a compressor's model is {wanted.model}, with its own tokenizer", "leave it out")
+    opened = open_checkpoint(wanted.model)
+    if opened.config.kind != "decoder":
+        raise ConfigError(f"compress.model: {wanted.model} is an {opened.config.kind}", "only a decoder's cache is")
+    if opened.tokenizer is None:
+        raise ConfigError(
+            f"compress.model: {wanted.model} came without a tokenizer", "put its tokenizer.json beside it"
+        )
+    if config.data.context > opened.config.limit:
+        raise ConfigError(f"data.context: {config.data.context} is beyond the model's limit of {opened.config.limit}")
+    wanted.check_context(config.data.context)
+    return opened, opened.tokenizer
+
+
+class _Run:
+    """One run's parts, and how they become a checkpoint."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Named,
+        out: Path,
+        opened: Opened,
+        compressor: Compressor,
+        material: Material,
+        *,
+        fresh: bool = False,
+    ) -> None:
+        train = config.train
+        self.config, self.out, self.material, self.fresh = config, out, material, fresh
+        self.corpus, self.made_for = as_json(corpus), model_fingerprint(opened)
+        self.compressor = compressor.to(train.device)
+        self.optimizer = make_optimizer(self.compressor, train)
+        self.model: Transformer = model_of(opened, "float32", train.device)
+
+    def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
+        train = self.config.train
+        if stored is not None:
+            restore_optimizer(self.compressor, self.optimizer, stored.tensors)
+        metrics = MetricsFile(self.out / METRICS, train.log_every)
+        autocast = Autocast(resolve_precision(train.precision, train.device), train.device)
+        aim = Distillation(self.model, self.compressor, self.config.compress, autocast)
+        trainer = Trainer(
+            self.compressor,
+            self.optimizer,
+            self.material.data,
+            train,
+            state,
+            self._save,
+            callbacks=[metrics, *callbacks],
+            clock=clock,
+            objective=aim,
+        )
+        try:
+            return trainer.fit()
+        finally:
+            metrics.close()
+
+    def _save(self, state: State) -> Path:
+        content: dict[str, Any] = {
+            "run": self.config.to_dict(),
+            "corpus": self.corpus,
+            "data": self.material.store.fingerprint,
+            "progress": dataclasses.asdict(state),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        }
+        wanted = self.config.compress
+        path = save_compressor(
+            self.out,
+            state.step,
+            self.compressor,
+            self.made_for,
+            {"recent": wanted.recent, "sinks": wanted.sinks, "val_loss": state.val_loss},
+            Training(optimizer_tensors(self.compressor, self.optimizer), content),
+            keep=self.config.train.keep,
+            fresh=self.fresh,
+        )
+        self.fresh = False
+        return path
