@@ -119,7 +119,11 @@ class CacheConfig:
         return self.endless or self.on_full == "summarise"
 
     def _check_formats(self) -> None:
-        find_format(self.dtype, "cache.dtype")
+        if find_format(self.dtype, "cache.dtype").sealed:
+            raise ConfigError(
+                f"cache.dtype: {self.dtype} packs whole blocks, of keys: the latest tokens lie in another format",
+                f"cache.keys={self.dtype!r}, and a dtype for the others",
+            )
         for name, said in (("keys", self.keys), ("values", self.values)):
             key = f"cache.{name if said is not None else 'dtype'}"
             asked = find_format(said if said is not None else self.dtype, key)
