@@ -530,6 +530,7 @@ WRONG = {
     "no prompt": (["--cache"], "--cache needs something to run"),
     "no --cache": (["--policy", "window(8)"], "--policy belongs to the microscope: give --cache too"),
     "no --cache, a flag": (["--block-size", "8"], "--block-size belongs to the microscope"),
+    "no --cache, a zero": (["--tokens", "0"], "--tokens belongs to the microscope"),
     "two questions": (["--cache", "--prompt", "fox", "--tree"], "--tree and --cache are two questions"),
     "a format": (["--cache", "--prompt", "fox", "--format", "svg"], "--format belongs to other drawings"),
     "a policy": (["--cache", "--prompt", "fox", "--policy", "windw(8)"], "did you mean 'window'?"),
