@@ -104,7 +104,7 @@ def inspect(
 
 def _refuse(said: Mapping[str, object], why: str) -> None:
     for name, value in said.items():
-        if value:
+        if value not in (None, ()) and value is not False:  # 0 was said, too
             raise click.UsageError(f"--{name.replace('_', '-')} {why}")
 
 

@@ -272,7 +272,7 @@ class Recorder:
         for line, at in changed:
             was, now = int(old[line, at]), int(codes[line, at])
             if now == EVICTED:
-                why = self._why_left(index, line, at, work, passed, cuts)
+                why = self._why_left(index, line, at, was, work, passed, cuts)
             else:
                 why = self._why_here(row, index, at, was, now, work)
             row.note(index, line, Change(self.step, at, at, NAMES[now], why))
@@ -298,13 +298,15 @@ class Recorder:
         return told
 
     def _why_left(
-        self, index: int, line: int, at: int, work: Work, passed: list[int], cuts: dict[int, dict[int, Why]]
+        self, index: int, line: int, at: int, was: int, work: Work, passed: list[int], cuts: dict[int, dict[int, Why]]
     ) -> Why:
         policy, when = self.policies[index], f"at step {self.step}"
         if passed and passed[at]:
             return Why("window", f"passed {when} by {policy} at length {passed[at]}", passed[at])
         if at in cuts.get(line, {}):
             return cuts[line][at]
+        if was == UNWRITTEN and at < work.start:
+            return Why("fork", f"not held any more by the sample that this row was forked from, {when}", work.start)
         if self.own[index].levels is not None:
             return Why("gone", f"gone {when} at length {work.start}: {policy} keeps no more", work.start)
         return Why("lost", f"lost {when}: no policy says why, this is a bug", work.start)

@@ -39,7 +39,7 @@ STATES = {
 
 
 class Why(NamedTuple):
-    """``cause``: written, hit, shared, own, window, rank, packed, summary, gone, preempted, parked, back, lost.
+    """``cause``: written, hit, shared, own, window, rank, packed, summary, gone, fork, preempted, parked, back, lost.
     ``text``: a sentence.  ``length``: the row's, at which it happened.  Of a rank: the token's ``score``, its ``place``
     among the ``of`` tokens that were held (1: the best), and ``least``, the lowest score that stayed (None: whatever
     stayed would have stayed anyway)."""

@@ -1,0 +1,569 @@
+"""The cache microscope: states against independent readings and hand-made ones; JSON, text, page and command."""
+
+import json
+import re
+from base64 import b64encode
+from collections import Counter
+from functools import cache
+from hashlib import sha256
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from kvad.cache.sizing import CacheConfig
+from kvad.cli.main import main
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
+from kvad.engine.trace import trace
+from kvad.errors import EngineError, RequestError
+from kvad.lab import slide as slides
+from kvad.lab.cachepage import page
+from kvad.lab.drawslide import text
+from kvad.lab.microscope import Recorder, examine
+from kvad.lab.slide import STATES, Block, Change, Level, Life, Line, Row, Slide, Span, Step, Why, as_json, counts
+from kvad.step import Moves
+from lab.models import CONFIGS, PAIRS, write_checkpoint
+from tests.models import build, model_config, pair_config
+
+MODEL = build(model_config("rope", "pre", "gqa"))
+HEADS, KV, LAYERS, SIZE = 6, 3, 2, 4
+PROMPT = tuple(range(1, 31))
+BRANCH = (*PROMPT[:20], 5, 6, 7)
+POLICIES = (
+    "full",
+    "window(7)",
+    "sinks(3, 9)",
+    "truncate(12)",
+    "heavy-hitters(16, 8)",
+    "snapkv(12, 8, window=4)",
+    "tova(12, 8)",
+    "norm(12, 8)",
+    "random(12, 8)",
+    "hierarchy(8, packed=8, summaries=4, ratio=4, every=8)",
+    "hierarchy(8, every=8, sinks=4)",
+    "0: full; heavy-hitters(16, 8)",
+    "window(16) + truncate(8)",
+)
+
+
+def engine_of(policy="full", model=MODEL, **changes):
+    fields = {"dtype": "float64", "block_size": SIZE, "rows": 3, "capacity": 96, "chunk": 16, "policy": policy}
+    return Engine(model, CacheConfig(**(fields | changes)))
+
+
+@cache
+def seen(policy="full", prompts=(PROMPT,), tokens=30, n=1, **changes):
+    """(the slide, the engine that it was made on: its tensors hold what they held at the end)."""
+    engine = engine_of(policy, **changes)
+    return examine(engine, prompts, Sampling(max_tokens=tokens, temperature=0, n=n)), engine
+
+
+def state_of(row, layer, head, at):
+    """By the changes alone."""
+    line = next(one for one in row.lines if layer in one.layers and one.head in (None, head))
+    now = "unwritten"
+    for change in line.changes:
+        if change.first <= at <= change.last:
+            now = change.state
+    return now
+
+
+def positions_in(row, states, layer=0, head=0):
+    line = next(one for one in row.lines if layer in one.layers and one.head in (None, head))
+    return {at for at, sign in enumerate(line.states) if sign in [STATES[state] for state in states]}
+
+
+# ---------------------------------------------------------------- what holds for all
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_position_is_in_exactly_one_state(policy):
+    slide, _ = seen(policy, (PROMPT, BRANCH), n=2, tokens=20)
+    assert len(slide.rows) == 4
+    for row in slide.rows:
+        assert sum(counts(row).values()) == LAYERS * KV * len(row.tokens) == LAYERS * KV * (row.prompt + 20)
+        assert counts(row)["unwritten"] == LAYERS * KV  # the token that was sampled last
+        covered = Counter((layer, head) for line in row.lines for layer in line.layers for head in heads_of(line))
+        assert covered == {(layer, head): 1 for layer in range(LAYERS) for head in range(KV)}
+        for line in row.lines:
+            assert "".join(STATES[state_of(row, line.layers[0], line.head, at)] for at in range(len(row.tokens))) == (
+                line.states
+            )
+            check_changes(line, slide)
+
+
+def heads_of(line):
+    return range(KV) if line.head is None else [line.head]
+
+
+def check_changes(line, slide):
+    now = {}
+    steps = [change.step for change in line.changes]
+    assert steps == sorted(steps) and set(steps) <= set(range(1, len(slide.steps) + 1))
+    for change in line.changes:
+        assert change.first <= change.last and change.why.text and change.why.cause != "lost"
+        for at in range(change.first, change.last + 1):
+            assert now.get(at) != change.state, "a change that changes nothing"
+            assert now.get(at) != "evicted", "nothing comes back"
+            now[at] = change.state
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_watching_changes_nothing_and_ends(policy):
+    slide, engine = seen(policy, (PROMPT, BRANCH), n=2, tokens=20)
+    assert engine.memory.probe is None and engine.memory.witness is None and type(engine.runner).__name__ == "Runner"
+    plain, said = engine_of(policy), []
+    plain.submit(PROMPT, Sampling(max_tokens=20, temperature=0))
+    while not plain.idle:
+        said += [piece.token for piece in plain.step() if piece.token is not None]
+    assert slide.rows[0].tokens == (*PROMPT, *said)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_attention_is_counted(policy):
+    """A softmax gives 1 per query and head; the blocks at the end have what is not gone."""
+    slide, _ = seen(policy, (PROMPT, BRANCH), n=2, tokens=20)
+    for number, row in enumerate(slide.rows):
+        queries = sum(span.count for step in slide.steps for span in step.spans if span.row == number)
+        for layer in row.mass:
+            assert len(layer) == KV and all(len(head) == len(row.tokens) for head in layer)
+            assert sum(map(sum, layer)) == pytest.approx(queries * HEADS)
+        for layer in range(LAYERS):
+            shares = [
+                share
+                for block in row.blocks
+                for where, share in zip(slide.groups[block.group].layers, block.share, strict=True)
+                if where == layer
+            ]
+            assert 0 < sum(shares) <= 1 + 1e-9
+            if policy == "full":
+                assert sum(shares) == pytest.approx(1)
+
+
+def test_attention_is_that_of_the_model_without_a_cache():
+    slide, _ = seen(tokens=20)
+    row = slide.rows[0]
+    tokens = row.tokens[:-1]
+    judge = trace(MODEL, tokens, [""] * len(tokens), layers=range(LAYERS))
+    for layer in range(LAYERS):
+        expected = judge.layers[layer].weights.sum(1).unflatten(0, (KV, -1)).sum(1)
+        got = torch.tensor(row.mass[layer], dtype=torch.float64)[:, :-1]
+        assert torch.allclose(got, expected, atol=1e-10)
+
+
+# ---------------------------------------------------------------- by position
+
+
+@pytest.mark.parametrize(
+    ("policy", "sinks", "window", "grain"),
+    [("window(7)", 0, 7, 1), ("sinks(3, 9)", 3, 9, 1), ("truncate(12)", 0, 12, SIZE), ("truncate(9, 3)", 0, 9, 3)],
+)
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_what_a_policy_by_position_lets_go(policy, sinks, window, grain, layout):
+    if layout == "contiguous" and policy == "truncate(12)":
+        grain = 1
+    slide, engine = seen(policy, layout=layout)
+    row = slide.rows[0]
+    last = len(row.tokens) - 2  # the last query
+    oldest = -(-(last - window + 1) // grain) * grain
+    kept = set(range(sinks)) | set(range(oldest, last + 1))
+    assert positions_in(row, ["hot"]) == kept
+    assert positions_in(row, ["evicted"]) == set(range(last + 1)) - kept
+    held = {p for block in row.blocks for p in engine.memory.positions[0][block.block].tolist()}
+    assert kept <= held
+    for change in row.lines[0].changes:
+        if change.state == "evicted":
+            at = change.first
+            first = at // grain * grain + window  # the first query that does not see it
+            assert change.why.cause == "window" and change.why.length == first + 1
+            assert change.why.text == f"passed at step {change.step} by {slide.policy} at length {first + 1}"
+            spans = slide.steps[change.step - 1].spans
+            assert spans[0].start <= first < spans[0].start + spans[0].count
+
+
+def test_the_layers_own_window_is_no_policy():
+    slide, _ = seen("full", model=build(model_config("rope", "pre", "window-mix")))
+    row = slide.rows[0]
+    own = next(line for line in row.lines if 0 in line.layers)
+    assert own.states == "." * 52 + "#" * 7 + "-"
+    left = [change for change in own.changes if change.state == "evicted"]
+    assert left[-1].why.text == "passed at step 31 by the layer's own window of 7 at length 59"
+    assert next(line for line in row.lines if 1 in line.layers).states == "#" * 59 + "-"
+
+
+# ---------------------------------------------------------------- by rank
+
+
+def test_ranks_are_those_of_the_attention_that_was_seen():
+    """Heavy hitters, worked by hand from the weights of a run of its own: what stays, what goes, score and place."""
+    budget, every, recent = 16, 8, 8
+    slide, _ = seen("heavy-hitters(16, 8)", tokens=20)
+    steps = weights_of("heavy-hitters(16, 8)", tokens=20)
+    row, told = slide.rows[0], 0
+    for layer in range(LAYERS):
+        for head in range(KV):
+            line = next(one for one in row.lines if one.layers == (layer,) and one.head == head)
+            reasons = {c.first: c.why for c in line.changes if c.state == "evicted"}
+            slots, mass, length = [], {}, 0
+            for weights, count in steps[layer]:
+                if length > budget and length % every == 0:
+                    always = [at for at in slots if at >= length - recent]
+                    others = sorted((at for at in slots if at not in always), key=lambda at: (-mass[at], at))
+                    kept, gone = others[: budget - len(always)], others[budget - len(always) :]
+                    for place, at in enumerate(gone, budget + 1):
+                        why = reasons.pop(at)
+                        assert (why.cause, why.length, why.place, why.of) == ("rank", length, place, len(slots))
+                        assert why.score == pytest.approx(mass[at], rel=1e-6)
+                        assert why.least == pytest.approx(mass[kept[-1]], rel=1e-6)
+                        assert f"score {mass[at]:.4g}, rank {place} of {len(slots)} ({place / len(slots):.0%})" in (
+                            why.text
+                        )
+                        told += 1
+                    slots = sorted([*always, *kept])
+                slots += range(length, length + count)
+                length += count
+                got = weights[head * 2 : head * 2 + 2, :, : len(slots)].sum((0, 1)).tolist()
+                for at, x in zip(slots, got, strict=True):
+                    mass[at] = mass.get(at, 0.0) + x
+            assert positions_in(row, ["hot"], layer, head) == set(slots)
+            assert not reasons
+    assert told == (48 - budget) * LAYERS * KV
+
+
+def weights_of(policy, tokens):
+    """By layer, of each step: (weights [H, L, S] of the one row, L)."""
+    engine, steps = engine_of(policy), {layer: [] for layer in range(LAYERS)}
+    engine.memory.probe = lambda seen: steps[seen.layer].append((seen.weights[0].clone(), seen.weights.shape[2]))
+    engine.submit(PROMPT, Sampling(max_tokens=tokens, temperature=0))
+    while not engine.idle:
+        engine.step()
+    return steps
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if "(12, 8" in policy or "hitters" in policy])
+def test_what_heads_keep_is_what_their_columns_say(policy):
+    slide, engine = seen(policy)
+    row = slide.rows[0]
+    for layer, columns in engine.memory.columns.items():
+        blocks = [b.block for b in row.blocks if layer in slide.groups[b.group].layers]
+        for head in range(KV):
+            held = {at for at in columns.positions[blocks, head].flatten().tolist() if at >= 0}
+            assert positions_in(row, ["hot"], layer, head) == held
+            assert len(held) < len(row.tokens) - 1
+
+
+# ---------------------------------------------------------------- levels
+
+
+def test_levels_are_where_their_blocks_are():
+    policy = "hierarchy(8, packed=8, summaries=4, ratio=4, every=8)"
+    slide, engine = seen(policy)
+    row = slide.rows[0]
+    assert row.lines[0].states == "." * 32 + "~" * 8 + "o" * 8 + "#" * 11 + "-"
+    found = {"hot": set(), "packed": set(), "summarised": set()}
+    for block in row.blocks:
+        group, inside = slide.groups[block.group], engine.memory.positions[block.group][block.block]
+        for at in inside[inside >= 0].tolist():
+            found[group.form] |= {at} if group.form != "summarised" else set(range(at - 1, at + 3))  # 4 around 1.5
+    assert {form: positions_in(row, [form]) for form in found} == found
+    story = [c.why for c in row.lines[0].changes if c.first <= 20 <= c.last]
+    assert [why.cause for why in story] == ["written", "packed", "summary", "gone"]
+    assert [why.length for why in story[1:]] == [32, 40, 56]
+    assert story[2].text.endswith("one slot for tokens 20 to 23") and "into int8 at length 32" in story[1].text
+
+
+# ---------------------------------------------------------------- several rows
+
+
+def test_a_shared_prefix():
+    slide, _ = seen("full", (PROMPT, BRANCH))
+    first, second = slide.rows
+    assert (first.claimed, second.claimed) == (0, 20)
+    assert positions_in(second, ["shared"]) == set(range(20)) == positions_in(first, ["shared"])
+    (joined,) = [c for c in first.lines[0].changes if c.state == "shared"]
+    (found,) = [c for c in second.lines[0].changes if c.state == "shared"]
+    assert (joined.why.cause, found.why.cause) == ("shared", "hit") and joined.step == found.step
+    assert {block.rows for block in first.blocks if block.last < 20} == {2}
+    assert all(block.published for block in first.blocks if block.tokens == SIZE)
+    assert "20 tokens found in the prefix cache" in second.life[0].text
+
+
+def test_samples_share_their_prompt_until_they_write():
+    slide, _ = seen("full", n=2, tokens=6)
+    one = slide.rows[1]
+    assert one.life[0].text == "seated, 29 tokens shared with sample 0"
+    causes = [c.why.cause for c in one.lines[0].changes if c.first <= 3 <= c.last]
+    assert causes[0] == "shared" and one.claimed == 0
+
+
+def test_rows_that_are_preempted_are_away():
+    slide, engine = seen("full", (PROMPT, PROMPT[::-1]), tokens=30, rows=2, blocks=20)
+    assert engine.scheduler.stats().preemptions
+    row = slide.rows[1]
+    away = [c for c in row.lines[0].changes if c.state == "away"]
+    assert away and all(c.why.cause == "preempted" for c in away)
+    assert row.lines[0].states == "#" * 59 + "-" or set(row.lines[0].states) == {"=", "#", "-"}
+    assert any(each.text.startswith("seated again") for each in row.life)
+    assert sum(counts(row).values()) == LAYERS * KV * 60
+
+
+def test_rows_that_are_parked_come_back():
+    slide, engine = seen("hierarchy(8, every=8)", (PROMPT, PROMPT[::-1]), tokens=30, rows=2, blocks=16)
+    assert engine.scheduler.stats().preemptions
+    causes = {c.why.cause for row in slide.rows for line in row.lines for c in line.changes}
+    assert {"parked", "back", "packed"} <= causes
+    for row in slide.rows:
+        assert row.lines[0].states == slide.rows[0].lines[0].states
+        assert sum(counts(row).values()) == LAYERS * KV * 60
+
+
+# ---------------------------------------------------------------- what must be named
+
+
+def test_a_token_that_is_lost_is_named(monkeypatch):
+    """A memory that loses a slot: no policy says why, and the microscope does not make one up."""
+    honest = Recorder._positions
+
+    def blind(self, number, blocks):
+        found = honest(self, number, blocks)
+        return found.masked_fill(found == 5, -1)
+
+    monkeypatch.setattr(Recorder, "_positions", blind)
+    slide, _ = seen(tokens=3)
+    assert [c.why.cause for c in slide.rows[0].lines[0].changes if c.first <= 5 <= c.last] == ["lost"]
+
+
+def test_what_cannot_be_examined():
+    engine = engine_of()
+    engine.submit(PROMPT, Sampling(max_tokens=3))
+    with pytest.raises(EngineError, match="at work"):
+        examine(engine, [PROMPT], Sampling())
+    pair = Engine(build(pair_config()), CacheConfig(dtype="float64", capacity=96, source_capacity=32))
+    with pytest.raises(RequestError, match="an encoder-decoder cannot be examined yet"):
+        examine(pair, [PROMPT], Sampling())
+
+
+def test_a_failure_leaves_the_engine_unwatched(monkeypatch):
+    engine = engine_of()
+    monkeypatch.setattr(Recorder, "end", lambda self, plan: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        examine(engine, [PROMPT], Sampling(max_tokens=3))
+    assert engine.memory.probe is None and type(engine.runner).__name__ == "Runner"
+
+
+# ---------------------------------------------------------------- JSON
+
+KEYS = {
+    "": {"schema", "model", "policy", "layout", "layers", "states", "groups", "steps", "rows"},
+    "groups": {"form", "layers", "kv_heads", "policy", "stored", "block_size", "blocks", "bytes"},
+    "steps": {"step", "spans", "used"},
+    "spans": {"row", "start", "count"},
+    "rows": {"request", "sample", "prompt", "claimed", "tokens", "pieces", "finish", "error", "counts", "lines"}
+    | {"blocks", "mass", "life"},
+    "lines": {"group", "layers", "head", "states", "changes"},
+    "changes": {"step", "first", "last", "state", "why"},
+    "blocks": {"group", "block", "tokens", "first", "last", "rows", "published", "share"},
+    "life": {"step", "text"},
+}
+
+
+def test_the_schema_is_as_documented():
+    """Who removes or renames a key raises SCHEMA, and changes docs/kv-cache.md."""
+    slide, _ = seen("heavy-hitters(16, 8)")
+    told = json.loads(json.dumps(as_json(slide), allow_nan=False))
+    assert told["schema"] == slides.SCHEMA == 1 and told["states"] == STATES
+    assert set(told) == KEYS[""] and set(told["rows"][0]) == KEYS["rows"]
+    row, step = told["rows"][0], told["steps"][0]
+    for name, each in (("groups", told["groups"]), ("steps", told["steps"]), ("spans", step["spans"])):
+        assert all(set(one) == KEYS[name] for one in each)
+    for name in ("lines", "blocks", "life"):
+        assert row[name] and all(set(one) == KEYS[name] for one in row[name])
+    changes = [change for line in row["lines"] for change in line["changes"]]
+    assert all(
+        set(change) == KEYS["changes"] and {"cause", "text", "length"} <= set(change["why"]) for change in changes
+    )
+    ranked = next(change["why"] for change in changes if change["why"]["cause"] == "rank")
+    assert set(ranked) == {"cause", "text", "length", "score", "place", "of", "least"}
+    assert row["counts"] == dict(counts(slide.rows[0])) and row["tokens"] == list(slide.rows[0].tokens)
+
+
+# ---------------------------------------------------------------- text
+
+
+def small(pieces=("a", "b", "c", "d", "e", "f"), states=("#..##-", "##.##-")):
+    """Two heads of one layer, by hand."""
+    why = Why("rank", "dropped at step 2 by norm(3) at length 4: score -2, rank 4 of 4 (100%)", 4, -2.0, 4, 4, None)
+    here = Why("written", "computed at step 1", 0)
+    lines = tuple(
+        Line(0, (0,), head, signs, (Change(1, 0, 3, "hot", here), Change(2, 2, 2, "evicted", why)))
+        for head, signs in enumerate(states)
+    )
+    mass = ((1.0, 0.25, 0.25, 0.25, 0.25, 0.0),) * 2
+    blocks = (Block(0, 2, 3, 0, 3, 1, False, (0.75,)), Block(0, 5, 1, 4, 4, 2, True, (0.125,)))
+    row = Row(
+        0, 0, 4, 0, (0, 1, 2, 3, 4, 5), tuple(pieces), "length", None, lines, blocks, (mass,), (Life(1, "seated"),)
+    )
+    group = Level("hot", (0,), 2, "norm(3)", "float32", 4, 6, 1024)
+    steps = (Step(1, (Span(0, 0, 4),), (1,)), Step(2, (Span(0, 4, 1),), (2,)))
+    return Slide("m", "norm(3)", "paged", 1, (group,), steps, (row,))
+
+
+GOLDEN = """\
+m: norm(3), paged, 2 steps
+  layer 0: norm(3), float32, blocks of 4, 2 of 6 used at the peak
+
+row 0: 4 tokens of prompt, 2 generated, ended by length
+                  0
+  layer 0 head 0  #..##-
+  layer 0 head 1  ##.##-
+  attention       █▅▅▅▅
+  # hot 58.3%   . evicted 25.0%   - unwritten 16.7%
+  what was evicted had got 18.8% of the attention
+  2 blocks of layer 0, hot: █▄ 87.5% of the attention
+    most: block 2, 75.0%, 3 tokens of 0 to 3, 1 row
+  step 1: seated
+  of 2 that were evicted, the 1 with most attention (--token I tells of others)
+  token 2 'c', layer 0 head 0, attention 0.25: dropped at step 2 by norm(3) at length 4: score -2,
+      rank 4 of 4 (100%)"""
+
+
+def test_the_text():
+    assert text(small(), most=1) == GOLDEN
+
+
+def test_a_narrow_text_says_what_a_cell_is():
+    long = small(tuple("abcdef" * 10), ("#" * 30 + "." * 30,) * 2)
+    row = long.rows[0]._replace(tokens=tuple(range(60)), mass=(((0.5,) * 60,) * 2,))
+    drawn = text(long._replace(rows=(row,)), width=40).splitlines()
+    assert "  a cell is 3 tokens and shows how most of them are" in drawn
+    assert "  layer 0    " + "#" * 10 + "." * 10 in drawn  # two heads that keep the same are one line
+    assert all(line == line.rstrip() for line in drawn)
+
+
+def test_a_tokens_story():
+    told = text(small(), tokens=[2, 9]).splitlines()
+    assert "  token 2 'c', id 2, attention 0.5" in told
+    assert any("layer 0: computed at step 1; dropped at step 2 by norm(3)" in line for line in told)
+    assert told[-1] == "  token 9: this row has 6 tokens"
+
+
+# ---------------------------------------------------------------- the page
+
+EVIL = ("</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<!--", "&amp;", "\u2028", "'\"")
+
+
+class Parsed(HTMLParser):
+    def __init__(self, source):
+        super().__init__()
+        self.tags, self.data, self.now = [], {}, ""
+        self.feed(source)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.now = f"{tag} {dict(attrs).get('id', '')}".strip()
+
+    def handle_endtag(self, tag):
+        self.now = ""
+
+    def handle_data(self, data):
+        self.data[self.now] = self.data.get(self.now, "") + data
+
+
+def test_the_page_stands_alone():
+    slide = small(EVIL)._replace(model="<b>m</b>")
+    source = page(slide)
+    found = Parsed(source)
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|fetch\(|XMLHttp|eval\(|innerHTML|document\.write", source)
+    assert Counter(tag for tag, _ in found.tags)["script"] == 2 and not {"img", "b", "link", "iframe"} & {
+        tag for tag, _ in found.tags
+    }
+    assert not [attrs for _, attrs in found.tags if {"src", "href", "onerror", "onload"} & set(attrs)]
+    assert json.loads(found.data["script data"]) == json.loads(json.dumps(as_json(slide)))
+    rules = next(attrs["content"] for tag, attrs in found.tags if attrs.get("http-equiv") == "Content-Security-Policy")
+    digest = b64encode(sha256(found.data["script"].encode()).digest()).decode()
+    assert "default-src 'none'" in rules and f"script-src 'sha256-{digest}'" in rules and "unsafe" not in rules
+    assert "prefers-color-scheme: dark" in source
+    ids = set(re.findall(r'\$\("([a-z]+)"\)', found.data["script"]))
+    assert ids <= {attrs.get("id") for _, attrs in found.tags}
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(capsys, *arguments):
+    code = main(["inspect", *map(str, arguments)])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+@pytest.fixture
+def plain(tmp_path):
+    return write_checkpoint(tmp_path / "run", CONFIGS["plain"])
+
+
+def test_the_command(plain, capsys, tmp_path):
+    asked = [plain, "--cache", "--prompt", "the fox", "--tokens", 20, "--policy", "window(8)", "--block-size", 4]
+    code, out, err = run(capsys, *asked)
+    assert (code, err) == (0, "") and "window(8)" in out and "passed at step" in out and "\x1b" not in out
+    code, out, _ = run(capsys, *asked, "--json")
+    told = json.loads(out)
+    assert code == 0 and told["policy"] == "window(8)" and told["rows"][0]["pieces"][0] == "t"
+    html = tmp_path / "cache.html"
+    code, _, err = run(capsys, *asked, "--html", html, "--token", 0)
+    assert code == 0 and str(html) in err and html.read_text().startswith("<!doctype html>")
+    code, out, _ = run(capsys, *asked, "--out", tmp_path / "cache.json")
+    assert (code, out) == (0, "") and json.loads((tmp_path / "cache.json").read_text())["rows"] == told["rows"]
+
+
+def test_prompts_of_every_kind(plain, capsys, tmp_path):
+    (tmp_path / "prompt.txt").write_text("the quick brown fox")
+    more = ["--block-size", 4, "--tokens", 4, "--cache-dtype", "int8", "--layer", 1, "--head", 0]
+    code, out, _ = run(capsys, plain, "--cache", "--prompt", "the quick fox", "--file", tmp_path / "prompt.txt", *more)
+    assert code == 0 and "row 1: 19 tokens of prompt, 8 of them found in the prefix cache" in out and "int8" in out
+    code, out, _ = run(capsys, plain, "--cache", "--ids", "--prompt", "1 2 3", "--samples", 2, "--json", *more[:4])
+    told = json.loads(out)
+    assert code == 0 and [row["tokens"][:3] for row in told["rows"]] == [[1, 2, 3]] * 2
+
+
+WRONG = {
+    "no prompt": (["--cache"], "--cache needs something to run"),
+    "no --cache": (["--policy", "window(8)"], "--policy belongs to the microscope: give --cache too"),
+    "no --cache, a flag": (["--block-size", "8"], "--block-size belongs to the microscope"),
+    "no --cache, a zero": (["--tokens", "0"], "--tokens belongs to the microscope"),
+    "two questions": (["--cache", "--prompt", "fox", "--tree"], "--tree and --cache are two questions"),
+    "a format": (["--cache", "--prompt", "fox", "--format", "svg"], "--format belongs to other drawings"),
+    "a policy": (["--cache", "--prompt", "fox", "--policy", "windw(8)"], "did you mean 'window'?"),
+    "a layer": (["--cache", "--prompt", "fox", "--layer", "9"], "--layer 9 is not one of 0..1"),
+    "a head": (["--cache", "--prompt", "fox", "--head", "9"], "--head 9 is not one of 0..1"),
+    "a token": (["--cache", "--prompt", "fox", "--token", "-1"], "--token -1: positions count from 0"),
+    "tokens": (["--cache", "--prompt", "fox", "--tokens", "-1"], "--tokens -1: must be at least 0"),
+    "a file": (["--cache", "--file", "/nowhere/at/all"], "/nowhere/at/all: No such file"),
+    "too long": (["--cache", "--prompt", "fox " * 40], "the model's limit is 64"),
+    "ids": (["--cache", "--ids", "--prompt", "1 x"], "is not a token id"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be(plain, capsys, case):
+    arguments, says = WRONG[case]
+    code, out, err = run(capsys, plain, *arguments)
+    assert (code, out) == (2, "") and says in err and "Traceback" not in err
+    assert len(err.splitlines()) <= 2
+
+
+def test_an_encoder_decoder_is_refused(tmp_path, capsys):
+    code, _, err = run(capsys, write_checkpoint(tmp_path / "pair", PAIRS["pair"]), "--cache", "--prompt", "the fox")
+    assert code == 2 and "an encoder-decoder cannot be examined yet" in err
+
+
+def test_help_tells_of_it(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0 and all(flag in out for flag in ("--cache ", "--prompt", "--policy", "--html", "--token "))
+
+
+def test_a_cut_is_not_told_to_nobody():
+    """The seam is off by default."""
+    engine = engine_of("norm(12, 8)")
+    assert engine.memory.witness is None
+    engine.memory.apply(Moves(((),), ((),)))
