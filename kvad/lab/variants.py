@@ -15,11 +15,14 @@ from kvad.cache.sizing import DTYPE_BYTES, CacheConfig
 from kvad.engine.engine import Engine
 from kvad.errors import UsageError, nearest
 from kvad.llm import LLM
+from kvad.model.compress import Compressor
 
 __all__ = ["POLICIES", "RATIOS", "Variant", "engine_of", "known_variants", "variants_of"]
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)
 SINKS = 4
+SUMMARIES, LEARNED = "summaries", "learned"  # of older tokens: their means, or what a compressor makes of them
+RATIO = 8  # tokens of a summary, where no compressor says
 
 # What stands in CacheConfig.policy for a budget of n tokens.
 POLICIES: dict[str, Callable[[int], str]] = {
@@ -36,11 +39,13 @@ POLICIES: dict[str, Callable[[int], str]] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """``ratio``: the share of a row's cache that is dropped; ``fields``: what is set for a row of ``length`` tokens."""
+    """``ratio``: the share of a row's cache that is dropped; ``fields``: what is set for a row of ``length`` tokens;
+    ``compressor``: what makes summaries."""
 
     name: str
     ratio: float
     fields: Callable[[int], Mapping[str, Any]]
+    compressor: Compressor | None = None
 
     def budget(self, length: int) -> int:
         """Tokens that stay of a row of so many."""
@@ -57,16 +62,21 @@ def budget_of(ratio: float, length: int) -> int:
 
 def known_variants() -> list[str]:
     """Names that this build can make: ``full``, precisions, and policies where the cache has them."""
-    policies = list(POLICIES) if "policy" in {field.name for field in fields(CacheConfig)} else []
+    policies = [*POLICIES, SUMMARIES] if "policy" in {field.name for field in fields(CacheConfig)} else []
     return ["full", *DTYPE_BYTES, *policies]
 
 
-def variants_of(names: Sequence[str], ratios: Sequence[float] = RATIOS) -> list[Variant]:
-    """``full`` first, whatever is asked for; a policy once per ratio.  UsageError for a name that is none."""
+def variants_of(
+    names: Sequence[str], ratios: Sequence[float] = RATIOS, compressor: Compressor | None = None
+) -> list[Variant]:
+    """``full`` first, whatever is asked for; a policy once per ratio.  UsageError for a name that is none.
+
+    ``compressor``: its summaries are held beside the means, as ``learned``.
+    """
     for ratio in ratios:
         if not 0 < ratio < 1:
             raise UsageError(f"ratio {ratio:g}: the share that is dropped lies between 0 and 1")
-    known = known_variants()
+    known = [*known_variants(), *([LEARNED] if compressor is not None else [])]
     found = [Variant("full", 0.0, lambda _length: {})]
     for name in dict.fromkeys(names):
         if name not in known:
@@ -74,7 +84,7 @@ def variants_of(names: Sequence[str], ratios: Sequence[float] = RATIOS) -> list[
         if name in DTYPE_BYTES:
             found.append(Variant(name, 0.0, partial(_stored, name)))
         elif name != "full":
-            found += [_dropping(name, ratio) for ratio in ratios]
+            found += [_dropping(name, ratio, compressor) for ratio in ratios]
     return found
 
 
@@ -82,7 +92,24 @@ def _stored(dtype: str, _length: int) -> dict[str, Any]:
     return {"dtype": dtype}
 
 
-def _dropping(name: str, ratio: float) -> Variant:
+def summaries(length: int, budget: int, ratio: int) -> dict[str, Any]:
+    """A hierarchy of at most ``budget`` slots for a row of ``length`` tokens: as many recent tokens as leave room for
+    summaries of all others (one block of them at least; what finds no room is gone).
+
+    1024 tokens, 256 slots, 8 tokens a summary:  136 recent and 8 on their way, 112 summaries (of 896)
+    """
+    size = ratio  # a block becomes one summary
+    recent = max(1, (budget - size - length // ratio) * ratio // (ratio - 1) // size) * size
+    most = max(1, (budget - size - recent) // size) * size
+    policy = f"hierarchy({recent}, packed=0, every={size}, summaries={most}, ratio={ratio})"
+    return {"policy": policy, "block_size": size}
+
+
+def _dropping(name: str, ratio: float, compressor: Compressor | None) -> Variant:
+    if name in (SUMMARIES, LEARNED):
+        tokens = RATIO if compressor is None else compressor.ratio
+        given = compressor if name == LEARNED else None
+        return Variant(name, ratio, lambda length: summaries(length, budget_of(ratio, length), tokens), given)
     return Variant(name, ratio, lambda length: {"policy": POLICIES[name](budget_of(ratio, length))})
 
 
@@ -103,4 +130,10 @@ def engine_of(llm: LLM, variant: Variant, length: int, *, rows: int, capacity: i
     for name in made:
         if name not in {field.name for field in fields(CacheConfig)}:
             raise UsageError(f"{variant.label}: this build's cache has no {name}", "kvad bench cache-quality --help")
-    return Engine(llm.model, CacheConfig(**made), tokenizer=None, budget=rows * base["chunk"])
+    return Engine(
+        llm.model,
+        CacheConfig(**made),
+        tokenizer=None,
+        budget=rows * base["chunk"],
+        compressor=variant.compressor,
+    )
