@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvad.lab.tasks import Language
     from kvad.lab.variants import Variant
     from kvad.llm import LLM
+    from kvad.model.compress import Compressor
     from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["cache_quality", "endless"]
@@ -36,6 +37,7 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
 @click.command("cache-quality")
 @model_argument
 @click.option("--caches", metavar="NAME,...", help="[default: all that this build has; full is always among them]")
+@click.option("--compressor", type=click.Path(path_type=Path), help="Of this model's: its summaries, beside the means.")
 @click.option("--ratios", default="0.25,0.5,0.75,0.875", show_default=True, help="Shares of the cache to drop.")
 @click.option("--kinds", default="single,many,chain", show_default=True, help="Tasks: a needle, one of many, a chain.")
 @click.option("--lengths", metavar="N,...", help="Tokens of a task.  [default: 1/8 to all of the limit, 2048 at most]")
@@ -65,6 +67,7 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
 def cache_quality(
     model: Path,
     caches: str | None,
+    compressor: Path | None,
     ratios: str,
     kinds: str,
     lengths: str | None,
@@ -88,11 +91,12 @@ def cache_quality(
     kvad bench cache-quality MODEL --language english --lengths 512,1024 --kinds single --json
     """
     from kvad.lab.quality_run import bench_quality
-    from kvad.lab.variants import known_variants, variants_of
+    from kvad.lab.variants import LEARNED, known_variants, variants_of
     from kvad.llm import LLM
 
-    names = known_variants() if caches is None else caches.split(",")
-    variants = variants_of(names, _numbers("--ratios", ratios, float))
+    learned = None if compressor is None else _compressor(compressor, model)
+    names = [*known_variants(), *([LEARNED] if learned else [])] if caches is None else caches.split(",")
+    variants = variants_of(names, _numbers("--ratios", ratios, float), learned)
     with LLM.load(model, rows=1) as llm:
         _needs_decoder(llm, "cache-quality")
         limit = llm.model.config.limit
@@ -163,6 +167,13 @@ def endless(
 
 
 # ---------------------------------------------------------------- what was asked for
+
+
+def _compressor(path: Path, model: Path) -> Compressor:
+    from kvad.checkpoint.compressor import load_compressor
+    from kvad.checkpoint.open import open_checkpoint
+
+    return load_compressor(path, open_checkpoint(model))
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:

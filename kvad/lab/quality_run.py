@@ -280,7 +280,8 @@ class _Run:
 
 
 def _key(variant: Variant) -> Line:
-    return {"cache": variant.name, "ratio": variant.ratio}
+    key = {"cache": variant.name, "ratio": variant.ratio}
+    return key if variant.compressor is None else {**key, "compressor": variant.compressor.fingerprint()}
 
 
 def _mean(values: Any) -> float | None:

@@ -15,6 +15,7 @@ from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
 from kvad.errors import ConfigError, UsageError, nearest
 from kvad.llm import LLM
+from kvad.model.compress import Compressor
 
 __all__ = ["POLICIES", "RATIOS", "Variant", "engine_of", "known_variants", "variants_of"]
 
@@ -22,6 +23,8 @@ RATIOS = (0.25, 0.5, 0.75, 0.875)
 SINKS = 4
 WATCHED = 16  # queries that SnapKV looks at: of a short row its own 32 would be most of the budget
 FORMATS = ("bfloat16", "float16", "fp8-e4m3", "int8", "int4")  # of keys and values; those that the cache knows
+SUMMARIES, LEARNED = "summaries", "learned"  # of older tokens: their means, or what a compressor makes of them
+RATIO = 8  # tokens of a summary, where no compressor says
 
 Fields = Callable[[int, int], Mapping[str, Any]]  # (tokens of a row, of a step) -> fields of a CacheConfig
 
@@ -41,11 +44,12 @@ POLICIES: dict[str, Callable[[int, int], str]] = {
 @dataclass(frozen=True)
 class Variant:
     """``ratio``: the share of a row's cache that is dropped; ``fields``: what is set, given a row's length and a
-    step's."""
+    step's; ``compressor``: what makes summaries."""
 
     name: str
     ratio: float
     fields: Fields
+    compressor: Compressor | None = None
 
     def budget(self, length: int) -> int:
         """Tokens that stay of a row of so many."""
@@ -63,18 +67,27 @@ def budget_of(ratio: float, length: int) -> int:
 def known_variants() -> list[str]:
     """``full``, the precisions and the policies that this build's cache knows."""
     formats = [name for name in FORMATS if _accepted({"dtype": name})]
-    return ["full", *formats, *(name for name, said in POLICIES.items() if _accepted({"policy": said(64, 16)}))]
+    dropping = [name for name, said in POLICIES.items() if _accepted({"policy": said(64, 16)})]
+    return ["full", *formats, *dropping, SUMMARIES]
 
 
-def variants_of(names: Sequence[str], ratios: Sequence[float] = RATIOS) -> list[Variant]:
-    """``full`` first, whatever is asked for; a policy once per ratio.  UsageError for a name that is none."""
+def variants_of(
+    names: Sequence[str], ratios: Sequence[float] = RATIOS, compressor: Compressor | None = None
+) -> list[Variant]:
+    """``full`` first, whatever is asked for; a policy once per ratio.  UsageError for a name that is none.
+
+    ``compressor``: its summaries are held beside the means, as ``learned``.
+    """
     for ratio in ratios:
         if not 0 < ratio < 1:
             raise UsageError(f"ratio {ratio:g}: the share that is dropped lies between 0 and 1")
+    known = [*known_variants(), *([LEARNED] if compressor is not None else [])]
     found = [Variant("full", 0.0, fields_of("full"))]
     for name in dict.fromkeys(names):
         if name in POLICIES and name in known_variants():
             found += [Variant(name, ratio, fields_of(name, ratio)) for ratio in ratios]
+        elif name in (SUMMARIES, LEARNED) and name in known:
+            found += [_summarising(name, ratio, compressor) for ratio in ratios]
         elif name != "full":
             found.append(Variant(name, 0.0, fields_of(name)))
     return found
@@ -93,6 +106,25 @@ def fields_of(name: str, ratio: float = 0.0) -> Fields:
 
 def _dropping(name: str, ratio: float, length: int, every: int) -> dict[str, Any]:
     return {"policy": POLICIES[name](budget_of(ratio, length), every)}
+
+
+def summaries(length: int, budget: int, ratio: int) -> dict[str, Any]:
+    """A hierarchy of at most ``budget`` slots for a row of ``length`` tokens: as many recent tokens as leave room for
+    summaries of all others (one block of them at least; what finds no room is gone).
+
+    1024 tokens, 256 slots, 8 tokens a summary:  136 recent and 8 on their way, 112 summaries (of 896)
+    """
+    size = ratio  # a block becomes one summary
+    recent = max(1, (budget - size - length // ratio) * ratio // (ratio - 1) // size) * size
+    most = max(1, (budget - size - recent) // size) * size
+    policy = f"hierarchy({recent}, packed=0, every={size}, summaries={most}, ratio={ratio})"
+    return {"policy": policy, "block_size": size}
+
+
+def _summarising(name: str, ratio: float, compressor: Compressor | None) -> Variant:
+    tokens = RATIO if compressor is None else compressor.ratio
+    given = compressor if name == LEARNED else None
+    return Variant(name, ratio, lambda length, _every: summaries(length, budget_of(ratio, length), tokens), given)
 
 
 def _accepted(fields: Mapping[str, Any]) -> bool:
@@ -121,4 +153,4 @@ def engine_of(llm: LLM, variant: Variant, length: int, *, rows: int, capacity: i
         config = CacheConfig(**made)
     except TypeError as error:
         raise UsageError(f"{variant.label}: this build's cache cannot: {error}") from None
-    return Engine(llm.model, config, tokenizer=None, budget=rows * base["chunk"])
+    return Engine(llm.model, config, tokenizer=None, budget=rows * base["chunk"], compressor=variant.compressor)
