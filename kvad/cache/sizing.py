@@ -22,7 +22,7 @@ Contiguous is paged with one block per row (``block_size`` = the whole row, or t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -42,6 +42,7 @@ __all__ = [
     "GroupBytes",
     "group_bytes",
     "groups",
+    "grows",
 ]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -205,7 +206,7 @@ def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...
         policy = config.kept.at(index)
         ranked = None if mixer.cross or mixer.window is not None else policy.scored or policy.levels
         layers.setdefault((mixer, ranked), []).append(index)
-    if config.blocks is not None and layers and all(_bounded(*each) for each in layers):
+    if config.blocks is not None and layers and not grows(layers):
         raise ConfigError(
             "cache.blocks: no layer keeps all tokens of a row",
             "the size follows from cache.rows, cache.chunk and cache.policy",
@@ -228,8 +229,6 @@ def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
     policy = group.levels
     if policy is None:
         return []
-    if config.layout == "contiguous":
-        raise ConfigError(f"cache.policy: {policy}: tokens descend in whole blocks", "take cache.layout='paged'")
     size = config.block_size
     for name in ("recent", "every", "sinks", "packed"):
         if (value := getattr(policy, name)) > 0 and value % size:
@@ -288,14 +287,20 @@ def _check_widths(group: Group) -> None:
             )
 
 
-def _bounded(mixer: MixerSpec, ranked: Scored | Hierarchy | None) -> bool:
-    return mixer.window is not None or isinstance(ranked, Scored) or (ranked is not None and ranked.packed != -1)
+def grows(layers: Iterable[tuple[MixerSpec, Scored | Hierarchy | None]]) -> bool:
+    """Whether what some layer holds of a row grows with it."""
+    return not all(
+        mixer.window is not None or isinstance(ranked, Scored) or (ranked is not None and ranked.packed != -1)
+        for mixer, ranked in layers
+    )
 
 
 def _group(mixer: MixerSpec, ranked: Scored | Hierarchy | None, layers: tuple[int, ...], config: CacheConfig) -> Group:
     scored = ranked if isinstance(ranked, Scored) else None
     if mixer.cross:
         return _cross_group(mixer, layers, config)
+    if isinstance(ranked, Hierarchy) and config.layout == "contiguous":
+        raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
     slots = config.capacity
     if mixer.window is not None:
         slots = mixer.window + min(config.chunk, config.capacity) - 1

@@ -118,8 +118,7 @@ class Case:
 
     def missing(self) -> int | None:
         """A position that a query may see and no place of the row's table holds, by the books."""
-        held = set(self.meant.tolist())
-        window = self.reach.window
-        oldest = 0 if window is None else max(0, self.row.start - window + 1)
-        missing = [p for p in range(oldest, self.row.start + self.row.num_new) if p not in held]
-        return missing[0] if missing else None
+        every = torch.arange(self.row.start + self.row.num_new)
+        seen = self.reach.allows(Mark(self.new), Mark(every)).any(dim=0)
+        seen[self.meant] = False
+        return int(seen.int().argmax()) if bool(seen.any()) else None
