@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvad.cache.formats import FORMATS, parted
+from kvad.cache.formats import FORMATS, find_format, parted
 from kvad.cli.common import console, emit_json, json_option, model_argument
 from kvad.errors import RequestError, UsageError, counted, nearest
 from kvad.lab.findings import FAULTS, UNKNOWN, MemoryReport, Report
@@ -35,7 +35,9 @@ def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str
     known = LAYOUTS if param.name == "layouts" else tuple(FORMATS)
     names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
     for name in (part for said in names for part in (parted(said) if param.name == "dtypes" else (said,))):
-        if name not in known:
+        if ":" in name and param.name == "dtypes":
+            find_format(name, "--dtype")
+        elif name not in known:
             raise click.BadParameter(f"{name!r} is not known; {nearest(name, known)}", param=param)
     return names
 
@@ -49,7 +51,7 @@ def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str
     callback=_names,
     default=",".join(DTYPES),
     show_default=True,
-    help="What to store; fp8-e4m3, fp8-e5m2, int8, int4 too; int8/int4: keys/values.",
+    help="What to store; fp8-e4m3, fp8-e5m2, int8, int4 too; int8/int4: keys/values; package.module:Class.",
 )
 @click.option(
     "--policy",
@@ -130,7 +132,7 @@ def verify(
                 ids,
                 options,
                 fault=fault,
-                language=_language(checkpoint.tokenizer) if policies else None,
+                language=_language(checkpoint.tokenizer),
                 progress=lambda what: status.update(f"verifying: {what}"),
             )
     except KeyboardInterrupt:

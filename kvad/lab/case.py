@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS
+from kvad.cache.formats import find_format
 from kvad.cache.memory import Memory
 from kvad.lab.replay import Key, Stream
 from kvad.lab.watch import Books, Call, Layer, Told
@@ -67,7 +67,7 @@ class Case:
         self.world, self.call, self.row = world, call, row
         self.memory, self.close = world.memory, world.close
         if world.lossy:
-            coarsest = max(FORMATS[name].eps for name in world.stored)
+            coarsest = max(find_format(name).eps for name in world.stored)
             self.close = max(self.close, 2 * coarsest) if call.layer == 0 else GROSS
         self.judge = world.judge[row.key][call.layer]
         seen, r = row.seen, row.lane_row

@@ -79,8 +79,8 @@ def tolerance(dtype: str, scale: float, structure: float) -> float:
 
 def loss_of(dtype: str) -> str:
     """The worse of keys and values: "none", "rounding", "lossy"."""
-    return max((find_format(name, "dtype").loss for name in parted(dtype)), key=("none", "rounding", "lossy").index)
+    return max((find_format(name).loss for name in parted(dtype)), key=("none", "rounding", "lossy").index)
 
 
 def _eps(dtype: str) -> float:
-    return max(find_format(name, "dtype").eps for name in parted(dtype))
+    return max(find_format(name).eps for name in parted(dtype))

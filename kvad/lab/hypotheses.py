@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS
+from kvad.cache.formats import find_format
 from kvad.lab.case import Case, differs
 from kvad.lab.findings import UNKNOWN
 from kvad.lab.replay import Key
@@ -219,7 +219,7 @@ def _wrong_places(case: Case, have: Tensor, true: Tensor) -> Tensor:
 
 
 def _rounded(case: Case, have: Tensor, true: Tensor, what: str) -> tuple[str, str] | None:
-    stored = FORMATS[case.world.stored[what == "values"]]
+    stored = find_format(case.world.stored[what == "values"])
     if not bool(have.isfinite().all()):
         top = stored.most
         if float(true.abs().max()) > top:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS
+from kvad.cache.formats import find_format
 from kvad.model.fresh import Fresh
 from kvad.ops.quantize import Codec, find_codec
 from kvad.ops.rotary import Angles
@@ -36,7 +36,9 @@ class Rounded:
         rotate: Literal["write", "read"] = "write",
         exact: bool = False,
     ) -> None:
-        assert not FORMATS[keys].sealed and not FORMATS[values].sealed, "whole blocks: not a matter of one token"
+        assert not find_format(keys).sealed and not find_format(values).sealed, (
+            "whole blocks: not a matter of one token"
+        )
         self._inner, self._codecs = inner, (find_codec(keys), find_codec(values))
         self._rotates, self._exact = rotate == "write", exact
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from kvad.cache.formats import find_format
+from kvad.cache.policy import Policy
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig
 from kvad.engine.engine import Engine
 from kvad.errors import UsageError, nearest
 from kvad.llm import LLM
+from kvad.own import load_own
 
 __all__ = ["POLICIES", "RATIOS", "Variant", "engine_of", "known_variants", "variants_of"]
 
@@ -69,6 +72,9 @@ def variants_of(names: Sequence[str], ratios: Sequence[float] = RATIOS) -> list[
     known = known_variants()
     found = [Variant("full", 0.0, lambda _length: {})]
     for name in dict.fromkeys(names):
+        if ":" in name:
+            found += _own(name, ratios)
+            continue
         if name not in known:
             raise UsageError(f"unknown cache {name!r}", nearest(name, known))
         if name in DTYPE_BYTES:
@@ -76,6 +82,19 @@ def variants_of(names: Sequence[str], ratios: Sequence[float] = RATIOS) -> list[
         elif name != "full":
             found += [_dropping(name, ratio) for ratio in ratios]
     return found
+
+
+def _own(name: str, ratios: Sequence[float]) -> list[Variant]:
+    """A policy (its one argument the budget) or a format of one's own, "package.module:Class"."""
+    made = load_own(name, "cache")
+    if isinstance(made, type) and issubclass(made, Policy):
+        return [Variant(name, ratio, partial(_budgeted, name, ratio)) for ratio in ratios]
+    find_format(name, "cache")
+    return [Variant(name, 0.0, partial(_stored, name))]
+
+
+def _budgeted(name: str, ratio: float, length: int) -> dict[str, Any]:
+    return {"policy": f"{name}({budget_of(ratio, length)})"}
 
 
 def _stored(dtype: str, _length: int) -> dict[str, Any]:
