@@ -138,7 +138,8 @@ def uncached(
     step = fresh_step(tokens, limit, source)
     specs = None if cache is None else cache.narrowed(mixers(model.config))
     fresh = Fresh(model.config, specs=specs, exact=cache is not None and cache.endless, kernel="reference")
-    memory = fresh if formats is None else Rounded(fresh, *formats)
+    how = {} if cache is None else {"rotate": cache.rotate, "exact": cache.endless}
+    memory = fresh if formats is None else Rounded(fresh, *formats, **how)
     return model.logits(model(step, memory), step.wanted)
 
 
