@@ -456,7 +456,8 @@ class LLM:
 def _dtype_name(where: str, dtype: Any, known: Iterable[str] = DTYPES) -> str | None:
     """``torch.float32`` and ``"float32"`` are "float32".  ConfigError for what is not ``known``."""
     name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    if name is None or (isinstance(name, str) and name in known):
+    own = isinstance(name, str) and ":" in name and known is FORMATS  # the cache's configuration finds it
+    if name is None or own or (isinstance(name, str) and name in known):
         return name
     raise ConfigError(f"{where}: unknown dtype {name!r}", nearest(str(name), known))
 

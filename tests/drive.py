@@ -147,10 +147,10 @@ def uncached(
 
     ``cache``: whose policy says what a query may see; ``formats``: keys and values go through these and back."""
     step = fresh_step(tokens, limit, source)
-    fresh = Fresh(
-        model.config, specs=None if cache is None else cache.narrowed(mixers(model.config)), kernel="reference"
-    )
-    memory = fresh if formats is None else Rounded(fresh, *formats)
+    specs = None if cache is None else cache.narrowed(mixers(model.config))
+    fresh = Fresh(model.config, specs=specs, exact=cache is not None and cache.endless, kernel="reference")
+    how = {} if cache is None else {"rotate": cache.rotate, "exact": cache.endless}
+    memory = fresh if formats is None else Rounded(fresh, *formats, **how)
     return model.logits(model(step, memory), step.wanted)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvad.cache.memory import Memory
+from kvad.cache.sizing import CacheConfig, group_bytes, groups
 from kvad.cache.weights import weight_shapes
 from kvad.checkpoint.hf import write_tensors
+from kvad.checkpoint.native import save
 from kvad.checkpoint.shards import write_sharded
 from kvad.cli.main import main
-from kvad.config import Attention, Gated, Layer, ModelConfig, OwnPositions, Stack
+from kvad.config import Attention, Gated, Layer, ModelConfig, OwnPositions, Stack, mixers
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
+from tests.lab.looker import make_looker
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text("utf-8")
 FILES = dict(re.findall(r"```python\n# file: (\S+)\n(.*?)```", PAGE, re.DOTALL))
@@ -34,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_file_is_at_most_thirty_lines_of_code() -> None:
-    assert set(FILES) == {"kerple.py", "gated.py", "prove.py", "parrot.py"}
+    assert set(FILES) == {"kerple.py", "gated.py", "prove.py", "parrot.py", "keydiff.py", "log8.py"}
     for name, text in FILES.items():
         lines = [line for line in text.splitlines() if line.strip()]
         assert len(lines) <= 30, (name, len(lines))
@@ -52,6 +57,69 @@ def test_weights_are_counted_without_a_model(folder: Path) -> None:
     model = Transformer(config)
     assert weight_shapes(config) == {name: tuple(t.shape) for name, t in model.state_dict().items()}
     assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+COMMANDS = [shlex.split(line) for line in re.findall(r"^    kvad (.*)$", PAGE, re.MULTILINE)]
+
+
+@pytest.fixture
+def looker(folder: Path) -> Path:
+    """A model that looks keys up, in place of the one that the page's commands name."""
+    model, tokenizer = make_looker(limit=256)
+    save(folder / "looker", model.config, model.state_dict(), tokenizer)
+    return folder / "looker"
+
+
+def run(command: str, looker: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict:
+    (said,) = [words for words in COMMANDS if words[: len(command.split())] == command.split()]
+    assert main([str(looker) if word == "runs/lookup-cpu" else word for word in said] + [*more, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_policy_and_a_format_of_ones_own_are_verified(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run("verify", looker, capsys)
+    assert len(found["memories"]) == 4 and not found["skipped"]
+    for memory in found["memories"]:
+        assert memory["verdict"] == "lossy by design" and memory["structure"] <= 1e-10
+        assert memory["loss"]["kl_mean"] > 0 and memory["loss"]["recall"]["full"] == 1
+
+
+def test_a_format_of_ones_own_is_planned_to_the_byte(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("plan", looker, capsys)
+    config = make_looker(limit=256)[0].config
+    cache = CacheConfig(keys="log8:Log8", values="log8:Log8", rows=2, capacity=32)
+    placed = groups(mixers(config), cache)
+    planned = [group_bytes(group) for group in placed]
+    memory = Memory(placed)
+    assert memory.payload_bytes() == sum(each.payload for each in planned)
+    assert memory.scale_bytes() == sum(each.scales for each in planned) > 0
+
+
+def test_a_policy_and_a_format_of_ones_own_are_priced(looker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--lengths", "128", "--tasks", "2", "--texts", "1", "--kinds", "single", "--depths", "0.25,0.75")
+    found = run("bench cache-quality", looker, capsys, *few)
+    rows = {row["cache"]: row for row in found["summary"]}
+    assert set(rows) == {"full", "keydiff:KeyDiff", "random", "log8:Log8"}
+    assert rows["full"]["recall"]["single"] == rows["log8:Log8"]["recall"]["single"] == 1
+    assert rows["keydiff:KeyDiff"]["recall"]["single"] is not None
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("arrays = encode = None", "has no arrays"),
+        ("arrays = encode = decode = lambda *_: (('scale', 'slot', 'int8', 1),)", "must be named 'data'"),
+        ("arrays = encode = decode = lambda *_: (('data', 'slot', 'int3', 1),)", "a dtype of float64"),
+        ("arrays = encode = decode = lambda *_: (('data', 'block', 'int8', 1),)", "of grain 'slot'"),
+        ("loss = 'none at all'; arrays = encode = decode = len", "none, rounding or lossy"),
+    ],
+)
+def test_a_format_that_cannot_be_is_refused(folder: Path, body: str, message: str) -> None:
+    (folder / "wrong.py").write_text(f"class Wrong:\n    {body}\n")
+    sys.modules.pop("wrong", None)
+    config = make_looker(limit=64)[0].config
+    with pytest.raises(ConfigError, match=message):
+        Memory(groups(mixers(config), CacheConfig(keys="wrong:Wrong", rows=1, capacity=16)))
 
 
 def test_a_family_of_ones_own_is_read_and_verified(

@@ -21,14 +21,20 @@ int4-channel    D / 2 bytes per slot; per block the same                       w
 Per-token formats are written token by token and do not depend on what else is written.  Channel formats (keys only: a
 key's channels differ far more from one another than a channel does from token to token; KIVI, Liu et al. 2024) are
 *sealed*: a block is encoded as a whole, once it is full.
+
+A format of one's own goes by "package.module:Class", a class made without arguments, with three methods:
+``arrays(dim)`` as here, of grain "slot", the first named "data"; ``encode`` and ``decode`` as in
+``kvad/ops/quantize.py``.  It may say ``loss``, ``eps`` and ``most`` as :class:`Format` does; it is "lossy" otherwise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from kvad.errors import ConfigError, nearest
+from kvad.own import load_own
 
 __all__ = ["FORMATS", "Array", "Format", "find_format", "joined", "parted"]
 
@@ -57,15 +63,16 @@ class Format:
 
     ``eps``: twice the largest error, relative to the number itself (floating point) or to the largest magnitude of
     those that share its scale.  ``most``: a number beyond it is not finite when it comes back, or is cut off (fp8).
-    ``sealed``: only whole blocks can be encoded.
+    ``sealed``: only whole blocks can be encoded.  ``own``: the arrays of a format of one's own.
     """
 
     name: str
-    kind: Literal["plain", "fp8", "token", "channel"]
+    kind: Literal["plain", "fp8", "token", "channel", "own"]
     bits: int
     loss: Literal["none", "rounding", "lossy"]
     eps: float
     most: float
+    own: Callable[[int], Sequence[Array]] | None = field(default=None, compare=False, repr=False)
 
     @property
     def sealed(self) -> bool:
@@ -74,10 +81,12 @@ class Format:
     @property
     def even(self) -> bool:
         """Whether it packs two numbers into a byte, so that a head needs an even width."""
-        return self.bits < 8
+        return 0 < self.bits < 8
 
     def arrays(self, dim: int) -> tuple[Array, ...]:
         """What a head of ``dim`` numbers takes."""
+        if self.own is not None:
+            return _checked(self.name, self.own(dim))
         if self.kind == "plain":
             return (Array("data", "slot", self.name, dim),)
         if self.kind == "fp8":
@@ -106,11 +115,34 @@ FORMATS = {
 }
 
 
-def find_format(name: str, key: str) -> Format:
+def find_format(name: str, key: str = "format") -> Format:
     """ConfigError, with the nearest name, for one that is not known; ``key``: where it was said."""
+    if ":" in str(name):
+        return _own(name, key)
     if name not in FORMATS:
         raise ConfigError(f"{key}: {name!r}", nearest(str(name), FORMATS))
     return FORMATS[name]
+
+
+def _own(name: str, key: str) -> Format:
+    made: Any = load_own(name, key)()
+    for method in ("arrays", "encode", "decode"):
+        if not callable(getattr(made, method, None)):
+            raise ConfigError(f"{key}: {name} has no {method}", "a format has arrays, encode and decode")
+    loss: Any = getattr(made, "loss", "lossy")
+    if loss not in ("none", "rounding", "lossy"):
+        raise ConfigError(f"{key}: {name}: loss {loss!r}", "none, rounding or lossy")
+    return Format(name, "own", 0, loss, getattr(made, "eps", 1.0), getattr(made, "most", FLOAT32), made.arrays)
+
+
+def _checked(name: str, said: Sequence[Array]) -> tuple[Array, ...]:
+    arrays = tuple(Array(*each) for each in said)
+    if not arrays or arrays[0].name != "data":
+        raise ConfigError(f"{name}: its first array must be named 'data': the payload")
+    for array in arrays:
+        if array.dtype not in BYTES or array.grain != "slot" or array.width < 1:
+            raise ConfigError(f"{name}: cannot hold {array}", f"of grain 'slot', a dtype of {', '.join(BYTES)}")
+    return arrays
 
 
 def joined(keys: str, values: str) -> str:

@@ -198,7 +198,7 @@ def _number(text: str, where: str) -> int | float | str:
             return kind(text)
         except ValueError:
             continue
-    if re.fullmatch(r"[A-Za-z_][\w.-]*", text):
+    if re.fullmatch(r"[A-Za-z_][\w.-]*(:[A-Za-z_]\w*)?", text):
         return text
     raise ConfigError(f"cache.policy: {where}: cannot read {text!r}", "arguments are numbers: sinks(4, 1020)")
 

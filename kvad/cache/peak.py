@@ -46,7 +46,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvad.cache.formats import FORMATS
+from kvad.cache.formats import find_format
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Group
 from kvad.config import (
     Alibi,
@@ -208,7 +208,7 @@ def _scratch(read: _Read, cache: CacheConfig, computed: str) -> int:
 def _stored(cache: CacheConfig, dim: int, value_dim: int) -> int:
     """Bytes of a slot of one head, with its share of what belongs to a block."""
     keys, values = cache.formats
-    arrays = (*FORMATS[keys].arrays(dim), *FORMATS[values].arrays(value_dim))
+    arrays = (*find_format(keys).arrays(dim), *find_format(values).arrays(value_dim))
     shared = sum(array.nbytes for array in arrays if array.grain == "block")
     return sum(array.nbytes for array in arrays if array.grain == "slot") + -(-shared // cache.block_size)
 
@@ -218,7 +218,7 @@ def _decoded(read: _Read, name: str, dim: int, computed: str) -> int:
     if name == computed:
         return 0
     count, size = read.keys * read.spec[0] * dim, DTYPE_BYTES[computed]
-    if FORMATS[name].kind == "plain":
+    if find_format(name).kind == "plain":
         return count * size
     return count * (size + 3 + (4 if size == 2 else 0)) + ENCODED * read.tokens * read.spec[0] * dim
 
@@ -248,7 +248,7 @@ def _encoding(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int
         dim, kv_heads = head_dim(config, layer.cross), layer.cross.kv_heads or layer.cross.heads
         values = kv_heads * (dim + (layer.cross.value_dim or dim))
         stored = kv_heads * _stored(cache, dim, layer.cross.value_dim or dim)
-        packed = any(FORMATS[name].kind != "plain" for name in cache.formats)
+        packed = any(find_format(name).kind != "plain" for name in cache.formats)
         most = max(most, tokens * (size * (width + 2 * values) + stored + packed * ENCODED * values))
     return most
 

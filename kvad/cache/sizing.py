@@ -22,7 +22,7 @@ Contiguous is paged with one block per row (``block_size`` = the whole row, or t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -43,6 +43,7 @@ __all__ = [
     "GroupBytes",
     "group_bytes",
     "groups",
+    "grows",
 ]
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -244,7 +245,7 @@ def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...
         free = not mixer.cross and mixer.window is None
         ranked = policy.scored or policy.levels or policy.chooses if free else None
         layers.setdefault((mixer, ranked), []).append(index)
-    if config.blocks is not None and layers and all(_bounded(*each) for each in layers):
+    if config.blocks is not None and layers and not grows(layers):
         raise ConfigError(
             "cache.blocks: no layer keeps all tokens of a row",
             "the size follows from cache.rows, cache.chunk and cache.policy",
@@ -267,8 +268,6 @@ def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
     policy = group.levels
     if policy is None:
         return []
-    if config.layout == "contiguous":
-        raise ConfigError(f"cache.policy: {policy}: tokens descend in whole blocks", "take cache.layout='paged'")
     size = config.block_size
     for name in ("recent", "every", "sinks", "packed"):
         if (value := getattr(policy, name)) > 0 and value % size:
@@ -327,9 +326,14 @@ def _check_widths(group: Group) -> None:
             )
 
 
-def _bounded(mixer: MixerSpec, ranked: Ranked | None) -> bool:
-    packed = isinstance(ranked, Hierarchy) and ranked.packed != -1
-    return mixer.window is not None or isinstance(ranked, Scored) or packed
+def grows(layers: Iterable[tuple[MixerSpec, Ranked | None]]) -> bool:
+    """Whether what some layer holds of a row grows with it."""
+    return not all(
+        mixer.window is not None
+        or isinstance(ranked, Scored)
+        or (isinstance(ranked, Hierarchy) and ranked.packed != -1)
+        for mixer, ranked in layers
+    )
 
 
 def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], config: CacheConfig) -> Group:
@@ -338,6 +342,8 @@ def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], con
         _check_quest(ranked, config)
     if mixer.cross:
         return _cross_group(mixer, layers, config)
+    if isinstance(ranked, Hierarchy) and config.layout == "contiguous":
+        raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
     slots = config.capacity
     if mixer.window is not None:
         slots = mixer.window + min(config.chunk, config.capacity) - 1

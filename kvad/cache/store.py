@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS
+from kvad.cache.formats import find_format
 from kvad.cache.layout import Table, read
 from kvad.ops.quantize import find_codec
 
@@ -32,7 +32,7 @@ class Store:
     def __init__(
         self, name: str, blocks: int, heads: int, block_size: int, dim: int, device: torch.device | str = "cpu"
     ) -> None:
-        self.format, self.dim = FORMATS[name], dim
+        self.format, self.dim = find_format(name), dim
         self._encode, self._decode = find_codec(name, device)
         arrays = []
         for array in self.format.arrays(dim):

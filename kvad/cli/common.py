@@ -16,18 +16,33 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvad.cache.formats import FORMATS, find_format
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["console", "emit_json", "format_bytes", "json_line", "json_option", "model_argument", "parse_bytes"]
-__all__ += ["given", "token_ids", "words_folder"]
+__all__ += ["FORMAT", "given", "token_ids", "words_folder"]
 
 # Whether the folder is a checkpoint is for kvad.checkpoint to say: it names what is missing.
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on stdout.")
 
+
+class _FormatName(click.Choice[str]):
+    """A format of ``kvad/cache/formats.py``, or package.module:Class of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__(tuple(FORMATS))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if ":" in str(value):
+            return find_format(value, param.opts[-1] if param is not None else "format").name
+        return super().convert(value, param, ctx)
+
+
+FORMAT = _FormatName()
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?b?)\s*", re.IGNORECASE)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from kvad.cache.formats import FORMATS
 from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
 from kvad.cli.policies import policies_asked, policy_options
 from kvad.errors import UsageError, nearest
@@ -68,7 +69,6 @@ def plan(
     kvad plan smollm2-135m --cache-keys int8 --cache-values int4
     """
     from kvad.cache.available import available_bytes
-    from kvad.cache.formats import FORMATS
     from kvad.cache.sizing import DTYPE_BYTES
     from kvad.lab.machine import read_bandwidth
     from kvad.lab.plan import make_report, plan_target, read_target, to_json
@@ -114,7 +114,7 @@ def plan(
 def _check(dtypes: dict[str, str | None], known: Iterable[str]) -> None:
     """UsageError names the flag: further down the cache has the weights' dtype by default, and it could be either."""
     for flag, dtype in dtypes.items():
-        if dtype is not None and dtype not in known:
+        if dtype is not None and dtype not in known and not (":" in dtype and known is FORMATS):
             raise UsageError(f"{flag}: unknown dtype {dtype!r}", nearest(dtype, known))
 
 

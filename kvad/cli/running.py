@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvad.cache.formats import FORMATS
-from kvad.cli.common import format_bytes
+from kvad.cli.common import FORMAT, format_bytes
 from kvad.cli.policies import policies_asked, policy_options
 from kvad.errors import DataError, counted
 
@@ -47,9 +46,9 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 ENDS = {"max_tokens": "--max-tokens", "model": "the model's limit", "cache": "the cache's", "pool": "a full pool"}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FORMAT_OPTIONS = (
-    click.option("--cache-dtype", type=click.Choice(tuple(FORMATS)), help="What is stored [default: the model's]."),
-    click.option("--cache-keys", type=click.Choice(tuple(FORMATS)), help="The same, of keys alone."),
-    click.option("--cache-values", type=click.Choice(tuple(FORMATS)), help="The same, of values alone."),
+    click.option("--cache-dtype", type=FORMAT, help="What is stored [default: the model's]."),
+    click.option("--cache-keys", type=FORMAT, help="The same, of keys alone."),
+    click.option("--cache-values", type=FORMAT, help="The same, of values alone."),
 )
 
 

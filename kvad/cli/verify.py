@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvad.cache.formats import FORMATS, parted
+from kvad.cache.formats import FORMATS, find_format, parted
 from kvad.cli.common import console, emit_json, json_option, model_argument
 from kvad.errors import RequestError, UsageError, counted, nearest
 from kvad.lab.findings import FAULTS, UNKNOWN, MemoryReport, Report
@@ -17,6 +17,7 @@ from kvad.lab.findings import FAULTS, UNKNOWN, MemoryReport, Report
 if TYPE_CHECKING:
     from kvad.config import ModelConfig
     from kvad.lab.scenario import Options
+    from kvad.lab.tasks import Language
     from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["verify"]
@@ -25,15 +26,18 @@ LAYOUTS = ("paged", "contiguous")
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # verified unless others are asked for
 LISTED = 64  # by then a row of prompts_of has a single token
 BREAKS = tuple(name for name in FAULTS if name != UNKNOWN)
+LOST = ("lost by", "KL mean", "KL max", "greedy", "perplexity", "the judge's", "times", "recall")
 HEADINGS = ("memory", "max |dlogit|", "tolerance", "float64 twin", "KL mean", "KL max", "greedy", "verdict")
 
 
 def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str, ...]:
     """The names of a list with commas between, each once; UsageError offers the nearest for an unknown one."""
-    known = LAYOUTS if param.name == "layouts" else tuple(name for name, each in FORMATS.items() if not each.sealed)
+    known = LAYOUTS if param.name == "layouts" else tuple(FORMATS)
     names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
     for name in (part for said in names for part in (parted(said) if param.name == "dtypes" else (said,))):
-        if name not in known:
+        if ":" in name and param.name == "dtypes":
+            find_format(name, "--dtype")
+        elif name not in known:
             raise click.BadParameter(f"{name!r} is not known; {nearest(name, known)}", param=param)
     return names
 
@@ -47,8 +51,19 @@ def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str
     callback=_names,
     default=",".join(DTYPES),
     show_default=True,
-    help="What to store; fp8-e4m3, fp8-e5m2, int8, int4 too; int8/int4: keys/values.",
+    help="What to store; fp8-e4m3, fp8-e5m2, int8, int4 too; int8/int4: keys/values; package.module:Class.",
 )
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME",
+    help="What stays of a row, again for more: sinks(4,60), snapkv (sized for the prompts), or all.  [default: full]",
+)
+@click.option(
+    "--rotate", type=click.Choice(["write", "read", "both"]), default="write", show_default=True, help="RoPE's keys."
+)
+@click.option("--endless", is_flag=True, help="Let rows pass the model's limit, under policies that allow it.")
 @click.option("--rows", type=int, help="Ragged rows, beside a forked and a prefix-sharing one.  [default: 5]")
 @click.option("--chunk", type=int, default=32, show_default=True, help="Tokens of a prompt in one step, at most.")
 @click.option("--block-size", type=int, help="Slots of a block (paged).  [default: 16, or what fits]")
@@ -64,6 +79,9 @@ def verify(
     model: Path,
     layouts: tuple[str, ...],
     dtypes: tuple[str, ...],
+    policies: tuple[str, ...],
+    rotate: str,
+    endless: bool,
     rows: int | None,
     chunk: int,
     block_size: int | None,
@@ -78,12 +96,16 @@ def verify(
 
     The same rows run through the model without a cache and through every memory: ragged, in chunks, preempted,
     resumed, forked, on a shared prefix.  Exit code 1 when a memory is broken; then the first difference is named,
-    and what usually causes it.  The checkpoint's files must be those that were saved: every sha256 is compared first.
+    and what usually causes it.  A policy that goes by position is exact beside the model that sees as little; one that
+    ranks or summarises must make each row a function of itself; what either loses is a number, and no failure.  The
+    checkpoint's files must be those that were saved: every sha256 is compared first.
 
     \b
     kvad verify runs/demo
     kvad verify runs/demo --dtype float32,int8,int8/int4
     kvad verify runs/demo --break mask
+    kvad verify runs/demo --policy "sinks(4,60)" --policy snapkv --dtype float32,int8
+    kvad verify runs/demo --policy all --rotate both
     """
     if fault is not None and fault not in BREAKS:
         raise UsageError(f"--break: no fault is called {fault!r}", nearest(fault, BREAKS))
@@ -92,16 +114,26 @@ def verify(
     _check_positive({"--rows": rows, "--chunk": chunk, "--block-size": block_size, "--tokens": tokens})
     try:
         from kvad.checkpoint.open import load_model
+        from kvad.lab.asked import named_policies
         from kvad.lab.scenario import Options, fitting
         from kvad.lab.verify import verify as hold_against_the_judge
 
         loaded, checkpoint = load_model(model, verify="tensors")
         tokens, block_size = fitting(loaded.config, tokens, block_size)
         options = Options(layouts, dtypes, rows or len(prompts) or 5, chunk, block_size, tokens, preempt, prefix_hit)
+        options = replace(options, rotates=("write", "read") if rotate == "both" else (rotate,), endless=endless)
         ids = _prompts(loaded.config, options, checkpoint.tokenizer, prompts)
+        longest = max(map(len, ids)) + options.tokens
+        options = replace(options, policies=named_policies(policies, longest, options.block_size))
+        _check_room(loaded.config, options, ids)
         with console().status("verifying") as status:
             report = hold_against_the_judge(
-                loaded, ids, options, fault=fault, progress=lambda what: status.update(f"verifying: {what}")
+                loaded,
+                ids,
+                options,
+                fault=fault,
+                language=_language(checkpoint.tokenizer),
+                progress=lambda what: status.update(f"verifying: {what}"),
             )
     except KeyboardInterrupt:
         click.echo("kvad: interrupted before every memory was verified: nothing was decided", err=True)
@@ -124,9 +156,7 @@ def _prompts(
     config: ModelConfig, options: Options, tokenizer: Tokenizer | None, texts: tuple[str, ...]
 ) -> list[list[int]]:
     """The rows' prompts; MemoryPlanError, before any is made, when so many rows would not fit."""
-    from kvad.cache.planning import available_bytes
     from kvad.lab.scenario import prompts_of
-    from kvad.lab.verify import require_room
 
     if not texts:
         prompts = prompts_of(config, replace(options, rows=min(options.rows, LISTED)), tokenizer)
@@ -134,8 +164,26 @@ def _prompts(
         raise RequestError("this model came without a tokenizer", "leave --prompt out: random tokens will do")
     else:
         prompts = [tokenizer.encode(text) for text in texts]
-    require_room(config, [len(prompt) for prompt in prompts], options, available_bytes())
+    _check_room(config, options, prompts)
     return prompts if len(prompts) == options.rows else prompts_of(config, options, tokenizer)
+
+
+def _check_room(config: ModelConfig, options: Options, prompts: Sequence[Sequence[int]]) -> None:
+    from kvad.cache.planning import available_bytes
+    from kvad.lab.verify import require_room
+
+    require_room(config, [len(prompt) for prompt in prompts], options, available_bytes())
+
+
+def _language(tokenizer: Tokenizer | None) -> Language | None:
+    """What needles are hidden in: the lookup language where the tokenizer is its own, else known text."""
+    from kvad.lab.scenario import TEXT
+    from kvad.lab.tasks import language_of
+
+    if tokenizer is None:
+        return None
+    first = tokenizer.specials.separator if tokenizer.specials.separator is not None else tokenizer.specials.bos
+    return language_of("auto", tokenizer, lambda: [TEXT], [] if first is None else [first])
 
 
 # ---------------------------------------------------------------- the page
@@ -154,13 +202,35 @@ def _print(report: Report) -> None:
         click.echo(f"{layout:11}{_happened(happened)}")
     for note in report.notes:
         click.echo(f"note       {note}")
+    _print_skipped(report)
     click.echo()
     _print_table([HEADINGS, *map(_cells, report.memories)])
     click.echo()
+    lost = [memory for memory in report.memories if memory.loss is not None]
+    if lost:
+        _print_table([LOST, *map(_lost, lost)])
+        click.echo()
     for memory in report.memories:
-        _print_details(memory)
+        if memory.policy == "full" or memory.verdict != "lossy by design":  # else 'lost by' has said it
+            _print_details(memory)
     _print_findings(report)
     click.echo(f"verdict: {report.verdict()}")
+
+
+def _print_skipped(report: Report) -> None:
+    """Each reason once, with the memories that it forbids."""
+    for reason in dict.fromkeys(each.reason for each in report.skipped):
+        names = [each.memory for each in report.skipped if each.reason == reason]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        click.echo(f"skipped    {names[0]}{more}: {reason}")
+
+
+def _lost(memory: MemoryReport) -> tuple[str, ...]:
+    loss = memory.loss
+    assert loss is not None
+    text = ("-", "-", "-") if not loss.tokens else (f"{loss.perplexity:.4g}", f"{loss.judge:.4g}", f"{loss.ratio:.3f}")
+    recall = "-" if loss.recall is None else f"{loss.recall.recall:.2f} of {loss.recall.full:.2f}"
+    return (memory.name, f"{loss.kl_mean:.2e}", f"{loss.kl_max:.2e}", f"{loss.agree}/{loss.compared}", *text, recall)
 
 
 def _happened(counts: dict[str, int]) -> str:
@@ -180,7 +250,7 @@ def _happened(counts: dict[str, int]) -> str:
 
 def _cells(memory: MemoryReport) -> tuple[str, ...]:
     return (
-        f"{memory.layout} {memory.dtype}",
+        memory.name,
         f"{memory.max_dlogit:.2e}",
         f"{memory.tolerance:.2e}",
         f"{memory.structure:.2e}",
@@ -205,7 +275,7 @@ def _print_details(memory: MemoryReport) -> None:
         many = memory.compared - memory.agree
         sample = f" (sample {first.sample})" if first.sample else ""
         click.echo(
-            f"{memory.layout} {memory.dtype}: {many} greedy token{'s' * (many > 1)} differ{'s' * (many == 1)}, "
+            f"{memory.name}: {many} greedy token{'s' * (many > 1)} differ{'s' * (many == 1)}, "
             f"{memory.ties} by a tie; first row {first.row}{sample}, position {first.position}: token {first.memory} "
             f"for the judge's {first.judge}, whose lead is {first.gap:.2e}{' (a tie)' if first.tie else ''}"
         )
@@ -215,9 +285,12 @@ def _print_findings(report: Report) -> None:
     """Each finding once, with the memories that it explains."""
     broken = [memory for memory in report.memories if memory.verdict == "BROKEN"]
     for finding in dict.fromkeys(memory.finding for memory in broken):
-        names = ", ".join(f"{m.layout} {m.dtype}" for m in broken if m.finding == finding)
+        names = ", ".join(m.name for m in broken if m.finding == finding)
         click.echo(f"BROKEN     {names}")
-        if finding is None:
+        said = next((m.why for m in broken if m.finding is None and m.why), "") if finding is None else ""
+        if said:
+            click.echo(f"           {said}")
+        elif finding is None:
             click.echo(
                 "           no q, k, v or attention output differs beyond rounding: look at what follows them, or at a "
                 "model whose own float64 noise is above 1e-10"

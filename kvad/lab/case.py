@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS
+from kvad.cache.formats import find_format
 from kvad.cache.memory import Memory
 from kvad.lab.replay import Key, Stream
 from kvad.lab.watch import Books, Call, Layer, Told
@@ -67,7 +67,7 @@ class Case:
         self.world, self.call, self.row = world, call, row
         self.memory, self.close = world.memory, world.close
         if world.lossy:
-            coarsest = max(FORMATS[name].eps for name in world.stored)
+            coarsest = max(find_format(name).eps for name in world.stored)
             self.close = max(self.close, 2 * coarsest) if call.layer == 0 else GROSS
         self.judge = world.judge[row.key][call.layer]
         seen, r = row.seen, row.lane_row
@@ -118,8 +118,7 @@ class Case:
 
     def missing(self) -> int | None:
         """A position that a query may see and no place of the row's table holds, by the books."""
-        held = set(self.meant.tolist())
-        window = self.reach.window
-        oldest = 0 if window is None else max(0, self.row.start - window + 1)
-        missing = [p for p in range(oldest, self.row.start + self.row.num_new) if p not in held]
-        return missing[0] if missing else None
+        every = torch.arange(self.row.start + self.row.num_new)
+        seen = self.reach.allows(Mark(self.new), Mark(every)).any(dim=0)
+        seen[self.meant] = False
+        return int(seen.int().argmax()) if bool(seen.any()) else None

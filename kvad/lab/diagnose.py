@@ -41,7 +41,8 @@ def diagnose(
     squeezes: int = 0,
     lossy: bool = False,
 ) -> Finding | None:
-    """The first difference of ``build``'s memory from ``model`` without one, named; None where there is none.
+    """The first difference of ``build``'s memory from ``model`` without one (under the masks of ``config.policy``),
+    named; None where there is none.
 
     ``lossy``: only what the formats do not excuse: layer 0's keys and values beyond their rounding, and gross
     ones (an overflow) further up, where rounding has spread.
@@ -76,8 +77,9 @@ class _Inspector:
     ) -> None:
         self.model, self.config, self.streams, self.build = model, config, streams, build
         self.lossy = lossy
+        specs = config.narrowed(mixers(model.config))
         self.judge: Mapping[Key, list[Layer]] = {
-            (number, sample): judge_layers(model, stream, sample)
+            (number, sample): judge_layers(model, stream, sample, specs, config.endless)
             for number, stream in enumerate(streams)
             for sample in range(len(stream.forced))
         }

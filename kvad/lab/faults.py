@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,19 +51,27 @@ def check_fault(fault: str, config: ModelConfig, cache: CacheConfig) -> None:
         raise UsageError("--break layer: no two layers of this model share a cache group", "try --break table")
 
 
-def hurt_memory(fault: str | None, placed: Sequence[Group], probe: Probe | None = None) -> Memory:
+def hurt_memory(
+    fault: str | None,
+    placed: Sequence[Group],
+    probe: Probe | None = None,
+    *,
+    rotate: Literal["write", "read"] = "write",
+    exact: bool = False,
+) -> Memory:
     """A real Memory, or one with ``fault``; ``position`` leaves it whole, see :func:`hurt_model`."""
+    make = partial(Memory, probe=probe, rotate=rotate, exact=exact)
     if fault == "mask":
         seeing = [group._replace(mixer=group.mixer._replace(causal=False)) for group in placed]
-        return Memory(seeing, probe=probe)
+        return make(seeing)
     if fault == "dtype" and all(group.keys in LOWER for group in placed):
         lower = {name: LOWER.get(name, name) for group in placed for name in (group.keys, group.values)}
-        return Memory([g._replace(keys=lower[g.keys], values=lower[g.values]) for g in placed], probe=probe)
+        return make([g._replace(keys=lower[g.keys], values=lower[g.values]) for g in placed])
     if fault in STEPS:
-        return _Misplacing(STEPS[fault], placed, probe)
+        return _Misplacing(STEPS[fault], placed, probe=probe, rotate=rotate, exact=exact)
     if fault in VIEWS:
-        return _Miscounting(VIEWS[fault], placed, probe)
-    memory = Memory(placed, probe=probe)
+        return _Miscounting(VIEWS[fault], placed, probe=probe, rotate=rotate, exact=exact)
+    memory = make(placed)
     if fault == "layer":
         pair = _aliased(placed)
         assert pair is not None
@@ -114,9 +124,9 @@ class _Misplacing(Memory):
         self,
         change: Callable[[Place, Group, Step], Place],
         placed: Sequence[Group],
-        probe: Probe | None,
+        **how: Any,
     ) -> None:
-        super().__init__(placed, probe=probe)
+        super().__init__(placed, **how)
         self._change = change
 
     def open(self, step: Step) -> Sequence[View]:
@@ -185,9 +195,9 @@ class _Miscounting(Memory):
         self,
         change: Change,
         placed: Sequence[Group],
-        probe: Probe | None,
+        **how: Any,
     ) -> None:
-        super().__init__(placed, probe=probe)
+        super().__init__(placed, **how)
         self._change = change
 
     def open(self, step: Step) -> Sequence[View]:

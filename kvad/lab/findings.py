@@ -12,6 +12,9 @@ Rules (the same text is printed):
 * **lossy by design**: exact structure, a half precision stored, beyond the tolerance, yet what the first layer reads is
   the true keys and values, rounded, and nothing overflows; or a lossy format (fp8, int8, int4) stored, whose structure
   is exact beside the judge whose keys and values go through it too, in float64: it is never called anything better;
+* a *policy* that goes by position is a mask: exact beside the judge under the same mask, and what the mask hides is the
+  policy's loss; one that ranks or summarises is **lossy by design** if, in float64, every row says what it says alone,
+  in other chunks and never preempted, and what the judge says until it is first cut;
 * **BROKEN**: anything else.
 
 No torch here: the command line reads the names.
@@ -22,9 +25,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["EXACT", "FAULTS", "RULES", "UNKNOWN", "Divergence", "Fault", "Finding", "MemoryReport", "Report", "Verdict"]
+__all__ = ["EXACT", "FAULTS", "POLICY_RULES", "RULES", "UNKNOWN", "Divergence", "Fault", "Finding", "Loss"]
+__all__ += ["MemoryReport", "Recall", "Report", "Skipped", "Verdict", "memory_name"]
 
 EXACT = 1e-10
+LISTED = 16  # more memories of one verdict are counted
 UNKNOWN = "unknown"
 Verdict = Literal["exact", "within tolerance", "lossy by design", "BROKEN"]
 
@@ -37,6 +42,12 @@ RULES = (
     "within tolerance: exact structure, bfloat16 or float16 stored, within the tolerance",
     "lossy by design: exact structure, beyond the tolerance, yet what is read are the true keys and values, rounded",
     "           fp8, int8, int4: always; the structure is judged by the model whose keys and values go through them",
+)
+POLICY_RULES = (
+    "policy: one by position is judged by the model under the same mask; what it hides is under 'lost'",
+    "           one that ranks or summarises: in float64 each row must say what it says alone, in other chunks, and",
+    "           until its first cut what the judge says: then it is lossy by design",
+    "lost: against the model that keeps everything; perplexity of the prompts' own tokens",
 )
 
 
@@ -134,10 +145,48 @@ class Divergence(NamedTuple):
     tie: bool
 
 
+class Recall(NamedTuple):
+    """The share of hidden needles that come out; ``full``: of a cache that keeps everything."""
+
+    recall: float
+    full: float
+    tasks: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a memory that forgets or rounds says, beside the model without a cache, in nats; ``agree`` of ``compared``
+    greedy tokens; perplexity over the prompts' own tokens.  ``recall`` None: not measured, the report's notes say why.
+    """
+
+    kl_mean: float
+    kl_max: float
+    agree: int
+    compared: int
+    perplexity: float
+    judge: float
+    tokens: int
+    recall: Recall | None = None
+
+    @property
+    def ratio(self) -> float:
+        """The perplexity over the judge's."""
+        return self.perplexity / self.judge if self.judge else float("nan")
+
+
+class Skipped(NamedTuple):
+    """A memory that cannot be, in the words of its refusal."""
+
+    memory: str
+    reason: str
+
+
 @dataclass(frozen=True)
 class MemoryReport:
-    """One layout and dtype.  ``structure``: max |dlogit| of the float64 twin (of a lossy format, its own if that is
-    more); ``happened``: counts of what ran."""
+    """One layout, format, policy and way of rotating.  ``structure``: max |dlogit| of the float64 twin (of a lossy
+    format, its own if that is more; of a lossy policy, from the rows' solo runs, and from the judge before their first
+    cut); ``happened``: counts of what ran; ``why``: what is broken, where no fault is found."""
 
     layout: str
     dtype: str
@@ -154,6 +203,21 @@ class MemoryReport:
     seconds: float
     happened: dict[str, int] = field(default_factory=dict)
     finding: Finding | None = None
+    policy: str = "full"
+    rotate: str = "write"
+    endless: bool = False
+    loss: Loss | None = None
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        return memory_name(self.layout, self.dtype, self.policy, self.rotate, self.endless)
+
+
+def memory_name(layout: str, dtype: str, policy: str = "full", rotate: str = "write", endless: bool = False) -> str:
+    """``paged float32``, ``paged int8 sinks(4, 28) rotate=read endless``: only what differs from the plain cache."""
+    words = (policy * (policy != "full"), f"rotate={rotate}" * (rotate != "write"), "endless" * endless)
+    return " ".join((layout, dtype, *filter(None, words)))
 
 
 @dataclass(frozen=True)
@@ -168,6 +232,7 @@ class Report:
     notes: tuple[str, ...]
     seconds: float
     rules: tuple[str, ...] = RULES
+    skipped: tuple[Skipped, ...] = ()
 
     @property
     def broken(self) -> bool:
@@ -182,13 +247,18 @@ class Report:
             if memory.finding is not None:
                 words = {"causes": memory.finding.causes, "sentence": memory.finding.sentence()}
                 shown["finding"] = {**memory.finding._asdict(), **words}
+            if memory.loss is not None:
+                shown["loss"]["ratio"] = memory.loss.ratio
+                if memory.loss.recall is not None:
+                    shown["loss"]["recall"] = memory.loss.recall._asdict()
+        plain["skipped"] = [each._asdict() for each in self.skipped]
         return {"verdict": self.verdict(), "broken": self.broken, **plain}
 
     def verdict(self) -> str:
         """``exact (paged float32, contiguous float32), within tolerance (...)``, the worst last."""
         parts = []
         for word in ("exact", "within tolerance", "lossy by design", "BROKEN"):
-            names = [f"{m.layout} {m.dtype}" for m in self.memories if m.verdict == word]
+            names = [m.name for m in self.memories if m.verdict == word]
             if names:
-                parts.append(f"{word} ({', '.join(names)})")
+                parts.append(f"{word} ({', '.join(names) if len(names) <= LISTED else f'{len(names)} memories'})")
         return ", ".join(parts)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS
+from kvad.cache.formats import find_format
 from kvad.lab.case import Case, differs
 from kvad.lab.findings import UNKNOWN
 from kvad.lab.replay import Key
@@ -120,8 +120,7 @@ def _embedded_elsewhere(case: Case, given: Tensor, wrong: list[int]) -> tuple[st
 
 def _not_what_is_stored(case: Case) -> tuple[str, str] | None:
     keys, columns = _stored(case)
-    alike = (keys == case.k) | (keys.isnan() & case.k.isnan())
-    same = alike.all(dim=-1).all(dim=0) & (columns == case.columns)
+    same = _as_read(case, keys, columns, case.k) & (columns == case.columns)
     bad = [int(p) for p in case.places if not bool(same[p])]
     if not bad:
         return None
@@ -155,13 +154,28 @@ def _stored(case: Case) -> tuple[Tensor, Tensor]:
     return keys, case.memory.positions[case.row.group][blocks, offsets]
 
 
+def _as_read(case: Case, stored: Tensor, columns: Tensor, keys: Tensor) -> Tensor:
+    """[n]: is what is stored [K, n, D], under ``columns`` [n], what was read as ``keys`` [K, n, D]?
+
+    A memory that rotates on read gives it turned by its column, or as it lies where nothing was to be rotated.
+    """
+    alike = ((stored == keys) | (stored.isnan() & keys.isnan())).all(dim=-1).all(dim=0)
+    rotary = _rotary(case, columns.clamp(min=0)) if case.memory.rotates_on_read else None
+    if rotary is None:
+        return alike
+    turned = Angles(columns, exact=case.memory.exact).rotate(stored.transpose(0, 1), rotary).transpose(0, 1)
+    near = (turned - keys).abs().amax(dim=(0, 2)) <= case.close * max(float(turned.abs().max()), 1e-30)
+    return alike | near
+
+
 def _blocks_like(case: Case, columns: Tensor, keys: Tensor) -> list[int]:
     """The blocks whose first slots hold exactly these columns and keys."""
     count = len(columns)
     marks, store = case.memory.positions[case.row.group], case.memory.keys[case.call.layer]
     alike = (marks[:, :count] == columns).all(dim=-1).nonzero().squeeze(-1).tolist()
     every = torch.arange(count)
-    return [int(b) for b in alike if torch.equal(store.at(every * 0 + b, every, keys.dtype).transpose(0, 1), keys)]
+    held = {int(b): store.at(every * 0 + b, every, keys.dtype).transpose(0, 1) for b in alike}
+    return [block for block, each in held.items() if bool(_as_read(case, each, columns, keys).all())]
 
 
 def _layer_like(case: Case, places: Tensor) -> int | None:
@@ -205,7 +219,7 @@ def _wrong_places(case: Case, have: Tensor, true: Tensor) -> Tensor:
 
 
 def _rounded(case: Case, have: Tensor, true: Tensor, what: str) -> tuple[str, str] | None:
-    stored = FORMATS[case.world.stored[what == "values"]]
+    stored = find_format(case.world.stored[what == "values"])
     if not bool(have.isfinite().all()):
         top = stored.most
         if float(true.abs().max()) > top:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ __all__ = ["Happened", "Key", "MakeCache", "Replayed", "Stream", "key_of", "repl
 
 Key = tuple[int, int]  # (stream, sample)
 MakeCache = Callable[[Sequence[Group]], Cache]
+ENDLESS = 1 << 40  # tokens of a row without a limit
 SQUEEZE_EVERY = 4  # steps of at least two rows between two refusals of the ledger
 
 
@@ -107,14 +109,14 @@ def replay(
 
     ``config.rows`` seats; ``squeezes``: preemptions to force, beside those of a small pool (``config.blocks``);
     ``budget``: tokens per step (default: a chunk, and one per seat); ``make`` builds the memory (default: the real
-    one); ``watch`` sees every plan before it is run; ``keep=False`` drops the logits.
+    one, which rotates as ``config`` says); ``watch`` sees every plan before it is run; ``keep=False`` drops the logits.
     The scheduler's and the ledger's invariants are checked after every step.
     """
     placed = groups(mixers(model.config), config)
-    cache = (make or Memory)(placed)
+    cache = (make or partial(Memory, rotate=config.rotate, exact=config.endless))(placed)
     runner = Runner(model, cache)
     ledger = _Squeezing(placed, prefix=config.prefix, seats=config.rows, squeezes=squeezes)
-    limit = min(model.config.limit, config.capacity)
+    limit = ENDLESS if config.endless else min(model.config.limit, config.capacity)
     scheduler = Scheduler(
         ledger, rows=config.rows, budget=budget or config.chunk + config.rows, chunk=config.chunk, limit=limit
     )

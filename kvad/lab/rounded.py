@@ -8,10 +8,11 @@ blocks, the chunks and the neighbours.  What the format itself loses is another 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS
+from kvad.cache.formats import find_format
 from kvad.model.fresh import Fresh
 from kvad.ops.quantize import Codec, find_codec
 from kvad.ops.rotary import Angles
@@ -21,27 +22,60 @@ __all__ = ["Rounded"]
 
 
 class Rounded:
-    """``inner`` (a :class:`Fresh`) with keys and values in the formats of those names; keys are encoded rotated."""
+    """``inner`` (a :class:`Fresh`) with keys and values in the formats of those names.
 
-    def __init__(self, inner: Fresh | Memory, keys: str, values: str) -> None:
-        assert not FORMATS[keys].sealed and not FORMATS[values].sealed, "whole blocks: not a matter of one token"
+    ``rotate``: whether keys are encoded rotated, or as the model gave them; ``exact``: as :class:`Angles` has it.
+    """
+
+    def __init__(
+        self,
+        inner: Fresh | Memory,
+        keys: str,
+        values: str,
+        *,
+        rotate: Literal["write", "read"] = "write",
+        exact: bool = False,
+    ) -> None:
+        assert not find_format(keys).sealed and not find_format(values).sealed, (
+            "whole blocks: not a matter of one token"
+        )
         self._inner, self._codecs = inner, (find_codec(keys), find_codec(values))
+        self._rotates, self._exact = rotate == "write", exact
 
     def open(self, step: Step) -> Sequence[View]:
-        angles = Angles(step.positions)
-        return [_RoundedView(view, angles, *self._codecs) for view in self._inner.open(step)]
+        turning = _Turning(step.positions, self._exact) if self._rotates else None
+        return [_RoundedView(view, turning, *self._codecs) for view in self._inner.open(step)]
+
+
+class _Turning:
+    """Rotates q and k, and changes k.  ``exact``: both are turned back, so that whoever is inside rotates as it would:
+    it may turn sinks further.  (Angles in float32 cannot be turned back: cos^2 + sin^2 is 1 to eight digits.)"""
+
+    def __init__(self, positions: Tensor, exact: bool) -> None:
+        self._there = Angles(positions, exact=exact)
+        self._back = Angles(-positions, exact=True) if exact else None
+
+    def through(self, codec: Codec, q: Tensor, k: Tensor, score: Score) -> tuple[Tensor, Tensor, Score]:
+        rotary = score.rotary
+        assert rotary is not None
+        k = _through(codec, self._there.rotate(k, rotary))
+        if self._back is None:
+            return self._there.rotate(q, rotary), k, score._replace(rotary=None)
+        return q, self._back.rotate(k, rotary._replace(factor=1 / rotary.factor)), score
 
 
 class _RoundedView:
-    def __init__(self, view: View, angles: Angles, keys: Codec, values: Codec) -> None:
-        self._view, self._angles, self._keys, self._values = view, angles, keys, values
+    def __init__(self, view: View, turning: _Turning | None, keys: Codec, values: Codec) -> None:
+        self._view, self._turning, self._keys, self._values = view, turning, keys, values
 
     def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
         if k is None or v is None:
             return self._view.attend(q, k, v, score)
-        if score.rotary is not None:
-            q, k = self._angles.rotate(q, score.rotary), self._angles.rotate(k, score.rotary)
-        return self._view.attend(q, _through(self._keys, k), _through(self._values, v), score._replace(rotary=None))
+        if score.rotary is not None and self._turning is not None:
+            q, k, score = self._turning.through(self._keys, q, k, score)
+        else:
+            k = _through(self._keys, k)
+        return self._view.attend(q, k, _through(self._values, v), score)
 
     def write(self, k: Tensor, v: Tensor) -> None:
         self._view.write(_through(self._keys, k), _through(self._values, v))

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvad.cache.formats import parted
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.policy import Hierarchy, Scored
+from kvad.cache.sizing import CacheConfig, Group, groups, grows
 from kvad.config import ModelConfig, mixers
 from kvad.errors import ConfigError, EngineError, KvadError, UsageError
+from kvad.lab.asked import Asked
 from kvad.lab.replay import Happened, Stream
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
@@ -26,18 +28,20 @@ from kvad.text.tokenizer import Tokenizer
 __all__ = [
     "Options",
     "cache_config",
+    "cache_of",
     "check_happened",
     "fitting",
     "greedy",
     "longest_source",
     "make_streams",
+    "outline",
     "prompts_of",
     "squeezes",
 ]
 
 SQUEEZES = 2  # preemptions to force
 LONGEST_SOURCE = 48  # tokens
-WIDEST = 512  # a longer window than this is not worth passing by default
+WIDEST = 512  # a longer window than this is not worth passing by default, nor a longer limit
 
 TEXT = """The cache remembers what the model has read: a new word costs one step, not the whole way again.
 def remember(key, value, memory):
@@ -59,7 +63,8 @@ class Row:
 @dataclass(frozen=True)
 class Options:
     """What is asked.  ``rows``: prompts; ``tokens``: generated after each; ``chunk``: tokens of a prompt per step;
-    ``dtypes``: formats, "int8/int4" where keys and values differ."""
+    ``dtypes``: formats, "int8/int4" where keys and values differ; ``policies`` in full; ``endless``: rows may pass the
+    model's limit."""
 
     layouts: tuple[str, ...] = ("paged", "contiguous")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
@@ -69,13 +74,21 @@ class Options:
     tokens: int = 32
     preempt: bool = True
     prefix_hit: bool = True
+    policies: tuple[str, ...] = ("full",)
+    rotates: tuple[str, ...] = ("write",)
+    endless: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rows", "chunk", "block_size", "tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')}: must be at least 1, found {getattr(self, name)}")
-        if not self.layouts or not self.dtypes:
+        if not (self.layouts and self.dtypes and self.policies and self.rotates):
             raise UsageError("nothing to verify", "name a layout and a dtype")
+
+    @property
+    def asked(self) -> list[Asked]:
+        """Every memory of the product."""
+        return Asked.product(self.layouts, self.dtypes, self.policies, self.rotates, self.endless)
 
 
 def fitting(config: ModelConfig, tokens: int | None, block_size: int | None) -> tuple[int, int]:
@@ -103,6 +116,8 @@ def prompts_of(config: ModelConfig, options: Options, tokenizer: Tokenizer | Non
     windows = [spec.window for spec in mixers(config) if spec.window is not None and spec.window <= WIDEST]
     wished = max(3 * options.chunk + 1, 3 * options.block_size + 1, *(w + options.chunk for w in windows), 2)
     longest = min(wished, room)
+    if options.endless and config.limit <= WIDEST:
+        longest = config.limit + options.chunk
     lengths = [max(1, int(longest * 0.6**row)) for row in range(options.rows)]
     if options.rows > 2:
         lengths[-1] = 1
@@ -137,7 +152,7 @@ def make_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: 
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise UsageError(f"prompt {number} has no tokens", "give at least one")
-        if len(prompt) + options.tokens > limit:
+        if len(prompt) + options.tokens > limit and not options.endless:
             raise UsageError(
                 f"prompt {number} has {len(prompt)} tokens, with --tokens {options.tokens} that is more than the "
                 f"model's limit of {limit}"
@@ -162,6 +177,14 @@ def make_streams(model: Transformer, prompts: Sequence[Sequence[int]], options: 
         rest = tuple((token + 1) % model.config.vocab for token in first.prompt[shared:])
         streams.append(Stream(first.prompt[:shared] + rest, (forced[0],), follows=0, source=first.source))
     return streams
+
+
+def outline(config: ModelConfig, prompts: Sequence[Sequence[int]], options: Options) -> list[Stream]:
+    """Rows of the same lengths, to ask what a memory for them would be before anything is computed."""
+    return [
+        Stream(tuple(prompt), ((0,) * options.tokens,), source=source)
+        for prompt, source in zip(prompts, sources_of(config, len(prompts)), strict=True)
+    ]
 
 
 def sources_of(config: ModelConfig, rows: int) -> list[tuple[int, ...] | None]:
@@ -217,37 +240,59 @@ def _rows(rows: Sequence[Sequence[int]], limits: Sequence[int]) -> Step:
 def cache_config(
     config: ModelConfig, streams: Sequence[Stream], options: Options, layout: str, dtype: str
 ) -> CacheConfig:
-    """A cache with a seat for every row; where preemptions are wanted, with half of the blocks that they need."""
-    size, (keys, values) = options.block_size, parted(dtype)
+    """The cache of a memory that keeps everything, see :func:`cache_of`."""
+    return cache_of(config, streams, options, Asked(layout, dtype))
+
+
+def cache_of(config: ModelConfig, streams: Sequence[Stream], options: Options, asked: Asked) -> CacheConfig:
+    """A cache with a seat for every row; where preemptions are wanted, with half of the blocks that they need.
+
+    ConfigError for a memory that cannot be.
+    """
+    size, (keys, values) = options.block_size, parted(asked.dtype)
     needed = [-(-stream.limit // size) for stream in streams for _ in stream.forced]
-    full = any(spec.window is None for spec in mixers(config))
-    tight = layout == "paged" and options.preempt and full
-    if layout not in ("paged", "contiguous"):
-        raise ConfigError(f"--layout: {layout!r} is not one of paged, contiguous")
-    return CacheConfig(
-        layout="paged" if layout == "paged" else "contiguous",
+    if asked.layout not in ("paged", "contiguous"):
+        raise ConfigError(f"--layout: {asked.layout!r} is not one of paged, contiguous")
+    longest = max(stream.limit for stream in streams)
+    cache = CacheConfig(
+        layout="paged" if asked.layout == "paged" else "contiguous",
         keys=keys,
         values=values,
         block_size=size,
         rows=len(needed),
-        capacity=max(stream.limit for stream in streams),
+        capacity=min(longest, config.limit) if asked.endless else longest,
         chunk=options.chunk,
-        blocks=max(max(needed) + 1, sum(needed) // 2) if tight else None,
         prefix=options.prefix_hit,
         source_capacity=max((len(stream.source) for stream in streams if stream.source is not None), default=0),
+        policy=asked.policy,
+        endless=asked.endless,
+        rotate="read" if asked.rotate == "read" else "write",
     )
+    own = [group for group in groups(mixers(config), cache) if group.level is None and not group.mixer.cross]
+    if asked.layout == "paged" and options.preempt and grows((group.mixer, _ranked(group)) for group in own):
+        return replace(cache, blocks=max(max(needed) + 1, sum(needed) // 2))
+    return cache
+
+
+def _ranked(group: Group) -> Scored | Hierarchy | None:
+    return group.scored or group.levels
 
 
 def squeezes(options: Options) -> int:
     return SQUEEZES if options.preempt else 0
 
 
-def check_happened(happened: Happened, streams: Sequence[Stream], options: Options, layout: str) -> None:
-    """EngineError: something that was asked for did not take place, so that nothing is known about it."""
+def check_happened(
+    happened: Happened, streams: Sequence[Stream], options: Options, layout: str, shares: bool = True
+) -> None:
+    """EngineError: something that was asked for did not take place, so that nothing is known about it.
+
+    ``shares``: whether rows of this memory may share blocks at all.
+    """
     longest = max(len(stream.prompt) for stream in streams)
     expected = {
         "preemption": (options.preempt, happened.preemptions),
-        "prefix hit": (options.prefix_hit and layout == "paged", happened.hit_tokens),
+        "prefix hit": (options.prefix_hit and layout == "paged" and shares, happened.hit_tokens),
         "chunked prompt": (options.chunk < longest, happened.chunks),
     }
     for what, (wanted, count) in expected.items():

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvad.cache.formats import find_format
+from kvad.cache.policy import Policy
 from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
 from kvad.errors import ConfigError, UsageError, nearest
 from kvad.llm import LLM
 from kvad.model.compress import Compressor
+from kvad.own import load_own
 
 __all__ = ["POLICIES", "RATIOS", "Variant", "engine_of", "known_variants", "variants_of"]
 
@@ -84,13 +87,28 @@ def variants_of(
     known = [*known_variants(), *([LEARNED] if compressor is not None else [])]
     found = [Variant("full", 0.0, fields_of("full"))]
     for name in dict.fromkeys(names):
-        if name in POLICIES and name in known_variants():
+        if ":" in name:
+            found += _own(name, ratios)
+        elif name in POLICIES and name in known_variants():
             found += [Variant(name, ratio, fields_of(name, ratio)) for ratio in ratios]
         elif name in (SUMMARIES, LEARNED) and name in known:
             found += [_summarising(name, ratio, compressor) for ratio in ratios]
         elif name != "full":
             found.append(Variant(name, 0.0, fields_of(name)))
     return found
+
+
+def _own(name: str, ratios: Sequence[float]) -> list[Variant]:
+    """A policy (its one argument the budget) or a format of one's own, "package.module:Class"."""
+    made = load_own(name, "cache")
+    if isinstance(made, type) and issubclass(made, Policy):
+        return [Variant(name, ratio, partial(_budgeted, name, ratio)) for ratio in ratios]
+    find_format(name, "cache")
+    return [Variant(name, 0.0, lambda _length, _every: {"dtype": name})]
+
+
+def _budgeted(name: str, ratio: float, length: int, _every: int) -> dict[str, Any]:
+    return {"policy": f"{name}({budget_of(ratio, length)})"}
 
 
 def fields_of(name: str, ratio: float = 0.0) -> Fields:

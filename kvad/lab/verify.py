@@ -1,4 +1,4 @@
-"""Every memory against the judge: is what comes out of the cache what the model would have said without it?
+"""Every memory against its judge: is what comes out of the cache what the model would have said without it?
 
 The judge is the same model with :class:`kvad.model.fresh.Fresh`, each row computed whole.  Every memory runs the same
 rows through the real path (:mod:`kvad.lab.replay`), in the scenario of :mod:`kvad.lab.scenario`, and the logits of
@@ -6,13 +6,17 @@ every position that was computed, recomputed ones included, are laid beside the 
 those of :mod:`kvad.lab.findings`; a broken memory is diagnosed by :mod:`kvad.lab.diagnose`.
 
 Weights are taken as stored and computed with in float32 and float64; a half precision is a way to *store* keys and
-values here, as it is on a CPU.  A lossy format (fp8, int8, int4) has its structure judged by the model whose keys and
-values go through it (:mod:`kvad.lab.rounded`): what it loses is the format's, and no more.
+values here, as it is on a CPU.  Each memory is held against what it promises:
+
+* a policy that goes by position, by the model whose layers see as little;
+* a lossy format (fp8, int8, int4), by the model whose keys and values go through it (:mod:`kvad.lab.rounded`);
+* a policy that ranks or summarises, by each row's own solo run, and until its first cut by the model.
+
+What is lost by it, beside the model that keeps everything, is a number (:mod:`kvad.lab.loss`), not a verdict.
 """
 
 from __future__ import annotations
 
-import bisect
 import copy
 import dataclasses
 import math
@@ -23,150 +27,27 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvad.cache.formats import FORMATS, parted
-from kvad.cache.planning import plan_memory
-from kvad.cache.sizing import CacheConfig
-from kvad.config import ModelConfig, mixers
-from kvad.errors import EngineError, MemoryPlanError
+from kvad.cache.formats import parted
+from kvad.cache.ledger import Ledger
+from kvad.cache.sizing import CacheConfig, groups
+from kvad.config import MixerSpec, mixers
+from kvad.errors import ConfigError, EngineError
+from kvad.lab.asked import Asked, first_cut, refusal
+from kvad.lab.compare import Comparison, compare, loss_of, tolerance
 from kvad.lab.diagnose import diagnose
 from kvad.lab.faults import check_fault, hurt_memory, hurt_model
-from kvad.lab.findings import EXACT, Divergence, Finding, MemoryReport, Report, Verdict
-from kvad.lab.replay import Key, Replayed, replay, uncached
+from kvad.lab.findings import EXACT, POLICY_RULES, RULES, Finding, Loss, MemoryReport, Report, Skipped, Verdict
+from kvad.lab.loss import Needles, loss_beside
+from kvad.lab.replay import Key, MakeCache, Replayed, Stream, replay, uncached
+from kvad.lab.room import require_room
 from kvad.lab.rounded import Rounded
-from kvad.lab.scenario import Options, cache_config, check_happened, longest_source, make_streams, squeezes
+from kvad.lab.scenario import Options, cache_of, check_happened, make_streams, outline, squeezes
+from kvad.lab.tasks import Language
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Memory
 
 __all__ = ["Comparison", "Options", "compare", "require_room", "tolerance", "verify"]
-
-COMPUTE_EPS = 256
-STORED_EPS = 8
-AMPLIFIED = 16
-MOST_ROWS = 1 << 40  # what would fit is not looked for beyond
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """A memory's logits beside the judge's, over every position that was computed."""
-
-    max_dlogit: float
-    kl_mean: float
-    kl_max: float
-    compared: int
-    divergences: tuple[Divergence, ...]
-
-
-def compare(replayed: Replayed, judge: dict[Key, Tensor], tie_below: float) -> Comparison:
-    """``judge`` [T, V] per row; NaN on either side counts as an infinite difference."""
-    worst, kl, divergences = 0.0, [], []
-    for key, pieces in replayed.pieces.items():
-        for start, have in pieces:
-            true = judge[key][start : start + len(have)].double()
-            have = have.double()
-            worst = max(worst, float((have - true).abs().nan_to_num(nan=torch.inf).max()))
-            kl.append(_kl(true, have))
-            divergences += _divergences(key, start, true, have, tie_below)
-    divergence = torch.cat(kl)
-    ordered = tuple(sorted(divergences, key=lambda d: (d.tie, d.position, d.row, d.sample)))
-    return Comparison(worst, float(divergence.mean()), float(divergence.max()), len(divergence), ordered)
-
-
-def _kl(true: Tensor, have: Tensor) -> Tensor:
-    """KL(judge || memory) in nats, [n, V] [n, V] -> [n]."""
-    p, q = true.log_softmax(-1), have.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
-
-
-def _divergences(key: Key, start: int, true: Tensor, have: Tensor, tie_below: float) -> list[Divergence]:
-    best, chosen = true.argmax(-1), have.argmax(-1)
-    found = []
-    for at in (best != chosen).nonzero().squeeze(-1).tolist():
-        top = true[at].topk(min(2, true.shape[-1])).values
-        gap = float(top[0] - top[-1])
-        found.append(Divergence(*key, start + at, int(best[at]), int(chosen[at]), gap, gap < tie_below))
-    return found
-
-
-def tolerance(dtype: str, scale: float, structure: float) -> float:
-    """How far logits may be from the judge's; ``scale``: its largest |logit|, ``structure``: the float64 twin's noise.
-
-    float64: 1e-10.  Else rounding in float32 (256 eps, or 16 times the twin's own noise carried over to float32: a
-    sharp model amplifies it) and, for a half precision, that of what is stored (8 eps of it).  A lossy format has
-    float32's: beyond it, a token that differs is no tie.
-    """
-    if dtype == "float64":
-        return EXACT
-    single, double = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
-    coarser = STORED_EPS * _eps(dtype) * scale if _loss(dtype) == "rounding" else 0.0
-    return max(COMPUTE_EPS * single * scale, AMPLIFIED * structure * single / double) + coarser
-
-
-def _loss(dtype: str) -> str:
-    """The worse of keys and values: "none", "rounding", "lossy"."""
-    return max((FORMATS[name].loss for name in parted(dtype)), key=("none", "rounding", "lossy").index)
-
-
-def _eps(dtype: str) -> float:
-    return max(FORMATS[name].eps for name in parted(dtype))
-
-
-def require_room(config: ModelConfig, lengths: Sequence[int], options: Options, available: int | None) -> None:
-    """MemoryPlanError when verifying needs more than is ``available`` (None: nobody knows); it says what would fit.
-
-    ``lengths``: tokens of the prompts; rows of ``options`` beyond them have a prompt of one token.
-    """
-    prompts = sorted(lengths, reverse=True)
-    logits, rest = _needs(config, prompts, options, options.rows)
-    if available is None or logits + rest <= available:
-        return
-    fit = bisect.bisect_right(
-        range(1, min(options.rows, MOST_ROWS)), available, key=lambda rows: sum(_needs(config, prompts, options, rows))
-    )
-    raise MemoryPlanError(
-        f"--rows {options.rows}: verifying takes about {_size(logits + rest)} (logits of the judge and the memories "
-        f"{_size(logits)}, weights, cache and work {_size(rest)}) and {_size(available)} is available",
-        f"what would fit: --rows {fit}" if fit else "not even one row fits: take fewer --tokens, or a smaller model",
-    )
-
-
-def _needs(config: ModelConfig, prompts: Sequence[int], options: Options, rows: int) -> tuple[int, int]:
-    """(bytes of the logits that are held at once, bytes of everything else) of so many rows, the longest ones.
-
-    Logits stand in float32 and float64 for the judge, in float64 for the twin of each layout, and in float32 for the
-    memory at hand; each lossy format has a judge in float64 too, beside its memory's.  The rest is the weights in both
-    precisions and the larger layout's twin, as it is planned.
-    """
-    known = prompts[:rows]
-    shares = options.prefix_hit and "paged" in options.layouts
-    every = [*known, known[min(1, len(known) - 1)], *known[: int(shares)]]  # the forked sample, the shared prefix
-    seats = rows - len(known) + len(every)
-    lossy = sum(_loss(dtype) == "lossy" for dtype in options.dtypes)
-    numbers = 16 + 8 * len(options.layouts) + 8 * (lossy + bool(lossy))
-    logits = (sum(every) + rows - len(known) + seats * options.tokens) * config.vocab * numbers
-    size, longest = options.block_size, known[0] + options.tokens
-    blocks = sum(-(-(length + options.tokens) // size) for length in every)
-    blocks += (rows - len(known)) * -(-(1 + options.tokens) // size)
-    tight = options.preempt and any(spec.window is None for spec in mixers(config))
-    rest = 0
-    for layout in options.layouts:
-        cache = CacheConfig(
-            layout="paged" if layout == "paged" else "contiguous",
-            dtype="float64",
-            block_size=size,
-            rows=seats,
-            capacity=longest,
-            chunk=options.chunk,
-            blocks=max(-(-longest // size) + 1, blocks // 2) if tight and layout == "paged" else None,
-            source_capacity=longest_source(config),
-        )
-        plan = plan_memory(config, cache, weights_dtype="float64", budget=options.chunk + seats)
-        rest = max(rest, plan.total + plan.weights // 2)
-    return logits, rest
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def verify(
@@ -175,25 +56,29 @@ def verify(
     options: Options | None = None,
     *,
     fault: str | None = None,
+    language: Language | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Hold every layout x dtype of ``options`` against the judge.
+    """Hold every memory of ``options`` against its judge; those that cannot be are skipped, and said.
 
-    ``fault``: put a broken memory in place of the real one.  UsageError: prompts or a fault that cannot be;
-    EngineError: a scenario that was asked for did not take place, or an injected fault that went unnoticed.
+    ``fault``: put a broken memory in place of the real one; ``language``: what needles are hidden in.  UsageError:
+    prompts or a fault that cannot be, or no memory that can; EngineError: a scenario that was asked for did not take
+    place, or an injected fault that went unnoticed.
     """
     began = time.perf_counter()
     options = options or Options()
-    run = _Run(model, prompts, options, fault, progress)
-    memories = tuple(run.memory(layout, dtype) for layout in options.layouts for dtype in options.dtypes)
+    run = _Run(model, prompts, options, fault, language, progress)
+    memories = tuple(run.memory(asked) for asked in run.asked)
     report = Report(
         rows=tuple(len(s.tokens(i)) for s in run.streams for i in range(len(s.forced))),
-        positions=sum(len(t) for t in run.judge64.values()),
+        positions=sum(len(t) for t in run.judge(run.double).values()),
         logit_scale=run.scale,
         injected=fault,
         memories=memories,
         notes=tuple(run.notes()),
         seconds=time.perf_counter() - began,
+        rules=RULES if all(asked.keeps for asked in run.asked) else RULES + POLICY_RULES,
+        skipped=tuple(run.skipped),
     )
     if fault is not None and not report.broken:
         raise EngineError(f"the injected fault {fault!r} changed nothing here", "give longer prompts or more --tokens")
@@ -201,7 +86,7 @@ def verify(
 
 
 class _Run:
-    """The judge's answers, and one replay per memory."""
+    """The judges' answers, and the replays of every memory."""
 
     def __init__(
         self,
@@ -209,45 +94,107 @@ class _Run:
         prompts: Sequence[Sequence[int]],
         options: Options,
         fault: str | None,
+        language: Language | None,
         progress: Callable[[str], None],
     ) -> None:
-        self.options, self.fault, self.progress = options, fault, progress
+        self.options, self.fault, self.language, self.progress = options, fault, language, progress
         self.config = model.config
+        self.asked, self.skipped = self._possible(prompts)
         self.single = model if model.table.dtype == torch.float32 else copy.deepcopy(model).float()
         self.double = copy.deepcopy(model).double()
         progress("the judge")
         self.streams = make_streams(self.single, prompts, options)
         if fault is not None:
-            for layout in options.layouts:
-                check_fault(fault, self.config, cache_config(self.config, self.streams, options, layout, "float64"))
-        self.judge32, self.judge64 = self._judge(self.single), self._judge(self.double)
-        self.scale = max(float(logits.abs().max()) for logits in self.judge64.values())
-        self._twins: dict[str, tuple[Replayed, Comparison]] = {}
-        self._findings: dict[str, Finding | None] = {}
-        self._judges: dict[str, dict[Key, Tensor]] = {}
+            for asked in self.asked:
+                check_fault(fault, self.config, self.cache(asked.twin))
+        self._judges: dict[tuple[object, ...], dict[Key, Tensor]] = {}
+        self._twins: dict[Asked, tuple[Replayed, float, str]] = {}
+        self._findings: dict[Asked, Finding | None] = {}
+        self._needles: Needles | None = None
+        self._policy = "full"
+        self.scale = max(float(logits.abs().max()) for logits in self.judge(self.double).values())
 
-    def _judge(self, model: Transformer, memory: Memory | None = None) -> dict[Key, Tensor]:
-        return {
-            (number, sample): uncached(model, stream.tokens(sample), stream.limit, memory, stream.source)
-            for number, stream in enumerate(self.streams)
-            for sample in range(len(stream.forced))
-        }
+    def _possible(self, prompts: Sequence[Sequence[int]]) -> tuple[list[Asked], list[Skipped]]:
+        """What can be, and why the others cannot.  ConfigError, of the first, where nothing can."""
+        if self.config.decoder is None:
+            return self.options.asked, []  # make_streams says it
+        rows = outline(self.config, prompts, self.options)
+        found, skipped, first = [], [], None
+        for asked in self.options.asked:
+            error = refusal(self.config, asked, partial(cache_of, self.config, rows, self.options))
+            if error is None:
+                found.append(asked)
+                continue
+            first = first or error
+            skipped.append(Skipped(asked.name, error.message + (f"; {error.hint}" if error.hint else "")))
+        if not found:
+            assert first is not None
+            raise ConfigError(first.message, first.hint)
+        return found, skipped
 
-    def memory(self, layout: str, dtype: str) -> MemoryReport:
+    def cache(self, asked: Asked) -> CacheConfig:
+        return cache_of(self.config, self.streams, self.options, asked)
+
+    # ------------------------------------------------------------ judges
+
+    def judge(
+        self,
+        model: Transformer,
+        specs: Sequence[MixerSpec] | None = None,
+        asked: Asked | None = None,
+    ) -> dict[Key, Tensor]:
+        """[T, V] of each row without a cache.  ``specs``: the layers under a policy; ``asked``: through its formats."""
+        plain = mixers(self.config)
+        specs = plain if specs is None else tuple(specs)
+        endless = self.options.endless and specs != plain
+        name = (model is self.double, specs, asked and (asked.dtype, asked.rotate))
+        if name not in self._judges:
+            if name[1:] != (plain, None):
+                self.progress("the judge" + (f" of {asked.name}" if asked else " under the policy"))
+            memory: Memory = Fresh(self.config, specs=specs, exact=endless)
+            if asked is not None:
+                turned = self.cache(asked).rotate
+                memory = Rounded(memory, *parted(asked.dtype), rotate=turned, exact=asked.endless)
+            self._judges[name] = {
+                (number, sample): uncached(model, stream.tokens(sample), stream.limit, memory, stream.source)
+                for number, stream in enumerate(self.streams)
+                for sample in range(len(stream.forced))
+            }
+        return self._judges[name]
+
+    def _turn_to(self, policy: str) -> None:
+        """Forget what only the policy before needed."""
+        if policy == self._policy:
+            return
+        self._policy, plain = policy, mixers(self.config)
+        self._judges = {name: kept for name, kept in self._judges.items() if name[1:] == (plain, None)}
+        self._twins.clear()
+
+    # ------------------------------------------------------------ one memory
+
+    def memory(self, asked: Asked) -> MemoryReport:
         began = time.perf_counter()
-        twin, structure = self._twin(layout)
-        noise = structure.max_dlogit if structure.max_dlogit <= EXACT else 0.0  # what is broken excuses nothing
-        bound = tolerance(dtype, self.scale, noise)
-        replayed, found = (twin, structure) if dtype == "float64" else self._replay(layout, dtype, bound)
-        off = max(structure.max_dlogit, self._coded(layout, dtype) if _loss(dtype) == "lossy" else 0.0)
-        verdict, finding = self._verdict(layout, dtype, off, found, bound)
+        self._turn_to(asked.policy)
+        cache = self.cache(asked)
+        specs, cut = cache.narrowed(mixers(self.config)), first_cut(groups(mixers(self.config), cache))
+        twin, structure, why = self._twin(asked, specs, cut)
+        noise = structure if structure <= EXACT else 0.0  # what is broken excuses nothing
+        bound = tolerance(asked.dtype, self.scale, noise)
+        model = self.double if asked.dtype == "float64" else self.single
+        replayed = twin if asked.dtype == "float64" else self._replay(asked, model)
+        found = compare(replayed, self.judge(model, specs), 2 * bound)
+        if loss_of(asked.dtype) == "lossy":
+            coded, other = self._structure(asked, specs, cut, asked)[1:]
+            structure, why = max(structure, coded), why or other
+        young = found if cut is None else compare(replayed, self.judge(model, specs), 2 * bound, cut)
+        verdict, finding = self._verdict(asked, structure, found, young, bound, cut)
         flips = found.divergences
         return MemoryReport(
-            layout=layout,
-            dtype=dtype,
+            layout=asked.layout,
+            dtype=asked.dtype,
             max_dlogit=found.max_dlogit,
             tolerance=bound,
-            structure=off,
+            structure=structure,
             kl_mean=found.kl_mean,
             kl_max=found.kl_max,
             agree=found.compared - len(flips),
@@ -258,71 +205,114 @@ class _Run:
             seconds=time.perf_counter() - began,
             happened=dataclasses.asdict(replayed.happened),
             finding=finding,
+            policy=asked.policy,
+            rotate=asked.rotate,
+            endless=asked.endless,
+            loss=None if asked.keeps and loss_of(asked.dtype) != "lossy" else self._lost(asked, replayed, model, bound),
+            why=why if verdict == "BROKEN" and finding is None else "",
         )
 
-    def _twin(self, layout: str) -> tuple[Replayed, Comparison]:
+    def _twin(self, asked: Asked, specs: Sequence[MixerSpec], cut: int | None) -> tuple[Replayed, float, str]:
         """The same memory in float64, which judges the structure."""
-        if layout not in self._twins:
-            self._twins[layout] = self._replay(layout, "float64", EXACT)
-        return self._twins[layout]
+        if asked.twin not in self._twins:
+            self._twins[asked.twin] = self._structure(asked.twin, specs, cut, None)
+        return self._twins[asked.twin]
 
-    def _coded(self, layout: str, dtype: str) -> float:
-        """max |dlogit| of a lossy memory, computed with in float64, from the judge of its formats."""
-        if dtype not in self._judges:
-            self.progress(f"the judge of {dtype}")
-            self._judges[dtype] = self._judge(self.double, Rounded(Fresh(self.config), *parted(dtype)))
-        return self._replay(layout, dtype, EXACT, self.double, self._judges[dtype])[1].max_dlogit
+    def _structure(
+        self, asked: Asked, specs: Sequence[MixerSpec], cut: int | None, through: Asked | None
+    ) -> tuple[Replayed, float, str]:
+        """A memory that is computed with in float64: its run, how far it is from what it promises, and from which."""
+        replayed = self._replay(asked, self.double)
+        off = compare(replayed, self.judge(self.double, specs, through), 2 * EXACT, cut).max_dlogit
+        if cut is None:
+            return replayed, off, ""
+        alone = self._alone(asked, replayed)
+        if alone > EXACT:
+            return replayed, max(off, alone), f"a row differs by {alone:.2e} from the same row alone, in other chunks"
+        return replayed, off, f"a row differs by {off:.2e} from the judge before anything was dropped"
 
-    def _replay(
-        self,
-        layout: str,
-        dtype: str,
-        bound: float,
-        model: Transformer | None = None,
-        judge: dict[Key, Tensor] | None = None,
-    ) -> tuple[Replayed, Comparison]:
-        self.progress(f"{layout} {dtype}")
-        if model is None or judge is None:
-            model, judge = (self.double, self.judge64) if dtype == "float64" else (self.single, self.judge32)
-        config = cache_config(self.config, self.streams, self.options, layout, dtype)
+    def _alone(self, asked: Asked, company: Replayed) -> float:
+        """max |dlogit| of rows in company, from the same rows alone: in other chunks, with room, never preempted."""
+        largest = 0.0
+        chunk = max(1, self.options.chunk // 3 - 1)
+        cache = dataclasses.replace(self.cache(asked), rows=1, chunk=chunk, blocks=None, prefix=False)
+        for (number, sample), pieces in company.pieces.items():
+            self.progress(f"{asked.name}: row {number} alone")
+            stream = self.streams[number]
+            alone = Stream(stream.prompt, (stream.forced[sample],), source=stream.source)
+            with hurt_model(self.fault, self.double):
+                solo = replay(self.double, cache, [alone], make=self._make(cache))
+            largest = max(largest, compare(Replayed({(0, 0): pieces}), {(0, 0): solo.logits(0)}, 0.0).max_dlogit)
+        return largest
+
+    def _replay(self, asked: Asked, model: Transformer) -> Replayed:
+        self.progress(asked.name)
+        cache = self.cache(asked)
         with hurt_model(self.fault, model):
-            make = partial(hurt_memory, self.fault)
-            replayed = replay(model, config, self.streams, squeezes=squeezes(self.options), make=make)
-        check_happened(replayed.happened, self.streams, self.options, layout)
-        return replayed, compare(replayed, judge, 2 * bound)
+            replayed = replay(model, cache, self.streams, squeezes=squeezes(self.options), make=self._make(cache))
+        shares = Ledger(groups(mixers(self.config), cache), prefix=cache.prefix, seats=cache.rows).prefix
+        check_happened(replayed.happened, self.streams, self.options, asked.layout, shares)
+        return replayed
+
+    def _make(self, cache: CacheConfig) -> MakeCache:
+        return partial(hurt_memory, self.fault, rotate=cache.rotate, exact=cache.endless)
+
+    def _lost(self, asked: Asked, replayed: Replayed, model: Transformer, bound: float) -> Loss:
+        before = self.config.limit if asked.endless else None
+        lost = loss_beside(replayed, self.judge(model), self.streams, 2 * bound, before)
+        if self.fault is not None:
+            return lost
+        if self._needles is None:
+            self.progress("needles, for the full cache")
+            length = min(self.config.limit, max(stream.limit for stream in self.streams))
+            self._needles = Needles(copy.deepcopy(self.single), self.language, length)  # an engine packs its weights
+        self.progress(f"{asked.name}: needles")
+        return dataclasses.replace(lost, recall=self._needles.recall(self.cache(asked)))
+
+    # ------------------------------------------------------------ verdicts
 
     def _verdict(
-        self, layout: str, dtype: str, structure: float, found: Comparison, bound: float
+        self, asked: Asked, structure: float, found: Comparison, young: Comparison, bound: float, cut: int | None
     ) -> tuple[Verdict, Finding | None]:
+        """``young``: over the positions before anything was dropped; all of them, under a policy that drops nothing."""
         if not structure <= EXACT:
-            twin = self._diagnose(layout, "float64")
-            if twin is not None and twin.fault == "dtype":  # a rounding: each precision has its own
-                return "BROKEN", self._diagnose(layout, dtype) or twin
-            return "BROKEN", twin if twin is not None or dtype == "float64" else self._diagnose(layout, dtype)
-        if _loss(dtype) == "lossy" and math.isfinite(found.max_dlogit):
+            return "BROKEN", self._structural(asked, cut)
+        loss = loss_of(asked.dtype)
+        if loss == "lossy" and math.isfinite(found.max_dlogit):
             return "lossy by design", None
-        within = found.max_dlogit <= bound and all(flip.tie for flip in found.divergences)
-        if _loss(dtype) != "none":
-            if within:
-                return "within tolerance", None
-            finding = self._diagnose(layout, dtype)
-            whole = finding is None and math.isfinite(found.max_dlogit)
-            return ("lossy by design", None) if whole else ("BROKEN", finding)
-        return ("exact", None) if within else ("BROKEN", self._diagnose(layout, dtype))
+        within = young.max_dlogit <= bound and all(flip.tie for flip in young.divergences)
+        if loss == "none" and not within:
+            return "BROKEN", self._diagnose(asked, cut)
+        if cut is not None:
+            whole = math.isfinite(found.max_dlogit)
+            return ("lossy by design", None) if whole else ("BROKEN", self._diagnose(asked, cut))
+        if loss == "none":
+            return "exact", None
+        if within:
+            return "within tolerance", None
+        finding = self._diagnose(asked, cut)
+        whole = finding is None and math.isfinite(found.max_dlogit)
+        return ("lossy by design", None) if whole else ("BROKEN", finding)
 
-    def _diagnose(self, layout: str, dtype: str) -> Finding | None:
-        name = f"{layout} {dtype}"
-        if name not in self._findings:
-            self.progress(f"{name}: looking for the first difference")
-            model = self.double if dtype == "float64" else self.single
-            config = cache_config(self.config, self.streams, self.options, layout, dtype)
-            build = partial(hurt_memory, self.fault)
-            lossy = _loss(dtype) != "none"
+    def _structural(self, asked: Asked, cut: int | None) -> Finding | None:
+        twin = self._diagnose(asked.twin, cut)
+        if twin is not None and twin.fault == "dtype":  # a rounding: each precision has its own
+            return self._diagnose(asked, cut) or twin
+        return twin if twin is not None or asked.dtype == "float64" else self._diagnose(asked, cut)
+
+    def _diagnose(self, asked: Asked, cut: int | None) -> Finding | None:
+        """A lossy policy has no judge of every number: what is wrong is looked for without the policy."""
+        asked = asked if cut is None else asked.whole
+        if asked not in self._findings:
+            self.progress(f"{asked.name}: looking for the first difference")
+            model, cache = self.double if asked.dtype == "float64" else self.single, self.cache(asked)
+            build = partial(hurt_memory, self.fault, rotate=cache.rotate, exact=cache.endless)
+            lossy = loss_of(asked.dtype) != "none"
             with hurt_model(self.fault, model):
-                self._findings[name] = diagnose(
-                    model, config, self.streams, build, squeezes=squeezes(self.options), lossy=lossy
+                self._findings[asked] = diagnose(
+                    model, cache, self.streams, build, squeezes=squeezes(self.options), lossy=lossy
                 )
-        return self._findings[name]
+        return self._findings[asked]
 
     def notes(self) -> list[str]:
         """What a reader should know about what was not, or could not be, tested."""
@@ -331,6 +321,22 @@ class _Run:
         for window in sorted({spec.window for spec in mixers(self.config) if spec.window is not None}):
             if longest <= window:
                 notes.append(f"no row of up to {longest} tokens passes the window of {window}: give a longer --prompt")
+        for asked in {asked.policy: asked for asked in self.asked if not asked.keeps}.values():
+            notes += _unseen(asked, self.cache(asked), mixers(self.config), longest)
+        if self.options.endless and longest <= self.config.limit:
+            notes.append(f"no row of up to {longest} tokens passes the model's limit of {self.config.limit}")
         if self.options.prefix_hit and "contiguous" in self.options.layouts:
             notes.append("contiguous: a row is one block, so there are no prefix hits to verify")
+        if self._needles is not None and self._needles.why:
+            notes.append(f"recall is not measured: {self._needles.why}")
         return notes
+
+
+def _unseen(asked: Asked, cache: CacheConfig, plain: Sequence[MixerSpec], longest: int) -> list[str]:
+    """A policy that no row was long enough for."""
+    cut = first_cut(groups(plain, cache))
+    windows = [spec.window + spec.sinks for spec in cache.narrowed(plain) if spec.window is not None]
+    least = min([*windows, *([] if cut is None else [cut])], default=0)
+    if longest <= least:
+        return [f"{asked.policy} keeps all of a row of up to {longest} tokens: give a longer --prompt"]
+    return []

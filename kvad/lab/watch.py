@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvad.cache.sizing import Group
+from kvad.config import MixerSpec
 from kvad.engine.runner import Cache
 from kvad.engine.scheduler import Plan
 from kvad.lab.replay import Key, Stream, key_of, uncached
@@ -112,8 +113,10 @@ class Layer:
     score: Score
 
 
-def judge_layers(model: Transformer, stream: Stream, sample: int) -> list[Layer]:
-    """Every layer of one row, computed whole."""
+def judge_layers(
+    model: Transformer, stream: Stream, sample: int, specs: Sequence[MixerSpec] | None = None, exact: bool = False
+) -> list[Layer]:
+    """Every layer of one row, computed whole; ``specs`` and ``exact``: as :class:`Fresh` judges a cache's policy."""
     layers: list[Layer] = []
 
     def keep(call: Call) -> None:
@@ -122,7 +125,7 @@ def judge_layers(model: Transformer, stream: Stream, sample: int) -> list[Layer]
         layers.append(Layer(seen.q[0], seen.k[0], seen.v[0], call.q, raw_k, seen.scores[0], seen.out[0], call.score))
 
     watched = Watched(keep)
-    watched.inner = Fresh(model.config, kernel="reference", probe=watched.probe)
+    watched.inner = Fresh(model.config, specs=specs, exact=exact, kernel="reference", probe=watched.probe)
     uncached(model, stream.tokens(sample), stream.limit, watched, stream.source)
     return layers
 

@@ -24,7 +24,8 @@ __all__ = ["Fresh", "FreshEncoder"]
 class Fresh:
     """``open`` gives one view per decoder layer and one per cross-attention; layers of equal reach share masks.
 
-    ``specs``: the layers as a cache's policy lets them see (``CacheConfig.narrowed``), to judge that cache by.
+    ``specs``: the layers as a cache's policy lets them see (``CacheConfig.narrowed``), to judge that cache by;
+    ``exact``: rotary angles in float64, as a cache of rows without an end has them.
     """
 
     def __init__(
@@ -32,15 +33,17 @@ class Fresh:
         config: ModelConfig,
         *,
         specs: Sequence[MixerSpec] | None = None,
+        exact: bool = False,
         kernel: Kernel = "auto",
         probe: Probe | None = None,
     ) -> None:
         self._specs = mixers(config) if specs is None else tuple(specs)
+        self._exact = exact or any(spec.renumber for spec in self._specs)
         self._kernel, self._probe = kernel, probe
 
     def open(self, step: Step) -> Sequence[View]:
         own = [spec for spec in self._specs if not spec.cross]
-        views = _views(own, step, self._kernel, self._probe)
+        views = _views(own, step, self._kernel, self._probe, self._exact)
         if step.source is not None:
             first, count = len(own), len(self._specs) - len(own)
             shared = _Crossing(step, step.source)
@@ -59,8 +62,10 @@ class FreshEncoder:
         return _views(self._specs, step, self._kernel, self._probe)
 
 
-def _views(specs: Sequence[MixerSpec], step: Step, kernel: Kernel, probe: Probe | None) -> list[View]:
-    angles = Angles(step.positions, exact=any(spec.renumber for spec in specs))
+def _views(
+    specs: Sequence[MixerSpec], step: Step, kernel: Kernel, probe: Probe | None, exact: bool = False
+) -> list[View]:
+    angles = Angles(step.positions, exact=exact)
     spans = lane_spans(step.lanes)
     readings: dict[Reach, list[Reading]] = {}
     views: list[View] = []

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kvad.errors import ConfigError
+from kvad.own import load_own
 
 __all__ = ["CODECS", "Codec", "find_codec"]
 
@@ -45,7 +46,11 @@ class Codec(NamedTuple):
 
 
 def find_codec(name: str, device: torch.device | str = "cpu") -> Codec:
-    """ConfigError where this build of torch, or the device, lacks what the format needs."""
+    """ConfigError where this build of torch, or the device, lacks what the format needs, and for a class of one's own
+    ("package.module:Class") that is not there."""
+    if ":" in name:
+        own = load_own(name, "format")()
+        return Codec(own.encode, own.decode)
     if name in FP8:
         dtype = FP8[name][0]
         try:

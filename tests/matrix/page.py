@@ -1,0 +1,230 @@
+"""Writes docs/matrix.md: what a cache promises under every policy, format, encoding and topology, as it was measured.
+
+scripts/matrix                  docs/matrix.md from docs/matrix.json
+scripts/matrix --run            every cell is asked first (tests/matrix/cells.py; a quarter of an hour on two cores)
+scripts/matrix --quality FILE   the lines of a ``kvad bench cache-quality --out`` into docs/matrix.json first
+
+``tests/test_matrix_page.py`` holds the page to what this writes, the results to the registries, and asks some cells
+anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+from kvad.cache.formats import FORMATS
+from kvad.cache.named import POLICIES, parse_policy
+from kvad.lab.asked import sized
+from tests.matrix.cells import BLOCK, ENCODINGS, EXACT, LAYOUTS, LONGEST, TOPOLOGIES, ask, every, key
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, RESULTS = ROOT / "docs" / "matrix.md", ROOT / "docs" / "matrix.json"
+AGAIN = "scripts/matrix --run"
+
+Results = dict[str, Any]  # table -> cell -> what cells.ask says; "quality" -> lines
+Notes = dict[str, int]  # a refusal -> its number
+
+HEAD = """# The matrix: what a cache promises
+
+Written by `scripts/matrix` from `docs/matrix.json`; measured by `{again}` on tiny random models, in float64, with
+ragged rows, in chunks, in company, freed blocks filled with NaN. `tests/test_matrix_page.py` fails where a policy, a
+format, an encoding or a topology has no row here, and asks some of the cells again. Position encodings in all their
+forms, norms, kinds of heads, and what may happen to rows (preemption, prefix hits, forks) are the business of
+`tests/test_oracle.py` and `tests/test_policies.py`.
+
+{legend}
+Policies are sized for rows of {longest} tokens, in blocks of {block}: {sizes}. Formats are of keys and values alike;
+those by channel are for keys, with their sibling for the values. Layout and way of rotating alternate from cell to
+cell.
+"""
+LEGEND = (
+    ("a cell says", "it was measured that"),
+    (
+        "**exact**",
+        "max \\|dlogit\\| <= 1e-10 from the model without a cache whose layers see what the policy lets them see",
+    ),
+    (
+        "**exact, x**",
+        (
+            "the same, if that model's keys and values go through the format and back; x is how far this moves a "
+            "logit at most, of logits of a few units"
+        ),
+    ),
+    (
+        "**own**",
+        (
+            "the policy drops or merges what may matter: a row says, to 1e-10, what it says alone in other chunks, "
+            "whoever its neighbours are; the price is below"
+        ),
+    ),
+    ("a number in brackets", "refused; the words of the refusal are below"),
+)
+
+
+# ---------------------------------------------------------------- asking
+
+
+def run(workers: int) -> dict[str, Any]:
+    """Every cell, measured or refused."""
+    results: dict[str, Any] = {}
+    todo = list(every())
+    with Pool(workers, initializer=_alone) as pool:
+        for number, (table, cell, said) in enumerate(pool.imap(_ask, todo, chunksize=8), 1):
+            results.setdefault(table, {})[key(*cell)] = {name: _short(value) for name, value in said.items()}
+            if number % 100 == 0:
+                print(f"{number} of {len(todo)}", flush=True)
+    return results
+
+
+def _alone() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _ask(what: tuple[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    return *what, ask(*what)
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.1e}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def quality(path: Path) -> list[dict[str, Any]]:
+    """Of a bench's lines, what the page shows; DataError is not ours to make: it is a file that kvad wrote."""
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
+    kept = ("cache", "ratio", "measure", "length", "depth", "price", "kl", "recall", "model", "commit")
+    return [{name: line[name] for name in kept if name in line} for line in lines]
+
+
+def stored(results: Results) -> str:
+    return json.dumps(results, indent=0, sort_keys=True) + "\n"
+
+
+# ---------------------------------------------------------------- writing
+
+
+def page(results: Results) -> str:
+    notes: Notes = {}
+    sizes = ", ".join(f"`{sized(name, LONGEST, BLOCK)}`" for name in POLICIES if name != "full")
+    legend = _table(LEGEND[0], LEGEND[1:])
+    parts = [HEAD.format(again=AGAIN, legend=legend, longest=LONGEST, block=BLOCK, sizes=sizes)]
+    for topology in TOPOLOGIES:
+        parts.append(f"## {topology.capitalize()}\n\n" + _product(results["product"], topology, notes))
+    parts.append("## Layout, and when keys are rotated\n\n" + _layouts(results["layouts"], notes))
+    parts.append("## Rows without an end\n\n" + _endless(results["endless"], notes))
+    parts.append("## What is refused\n\n" + "\n".join(f"{number}. {words}" for words, number in notes.items()) + "\n")
+    parts.append("## The price of what is lossy\n\n" + _price(results.get("quality", [])))
+    return "\n".join(parts)
+
+
+def _product(said: Mapping[str, Any], topology: str, notes: Notes) -> str:
+    lines = []
+    for policy in POLICIES:
+        for form in FORMATS:
+            cells = [said.get(key(topology, encoding, policy, form), {}) for encoding in ENCODINGS]
+            lines.append((f"`{policy}`", f"`{form}`", *(_cell(policy, cell, notes) for cell in cells)))
+    merged = _merged(lines)
+    return _table(("policy", "format", *ENCODINGS), merged)
+
+
+def _merged(lines: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Formats of a policy that say the same stand in one row."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for policy, form, *cells in lines:
+        found.setdefault((policy, *cells), []).append(form)
+    return [(policy, ", ".join(forms), *cells) for (policy, *cells), forms in found.items()]
+
+
+def _layouts(said: Mapping[str, Any], notes: Notes) -> str:
+    heads = [f"{layout}, {rotate}, {encoding}" for layout, rotate in LAYOUTS for encoding in ("rope", "alibi")]
+    cells = [(layout, rotate, encoding) for layout, rotate in LAYOUTS for encoding in ("rope", "alibi")]
+    lines = [
+        (f"`{policy}`", *(_cell(policy, said.get(key(policy, *cell), {}), notes) for cell in cells))
+        for policy in POLICIES
+    ]
+    return _table(("policy", *heads), lines)
+
+
+def _endless(said: Mapping[str, Any], notes: Notes) -> str:
+    lines = [
+        (f"`{policy}`", *(_cell(policy, said.get(key(each, policy), {}), notes) for each in ENCODINGS))
+        for policy in POLICIES
+    ]
+    return "Rows of over 100 tokens, through models of 96.\n\n" + _table(("policy", *ENCODINGS), lines)
+
+
+def _cell(policy: str, said: Mapping[str, Any], notes: Notes) -> str:
+    if not said:
+        return "not measured"
+    if "refused" in said:
+        return f"[{notes.setdefault(said['refused'], len(notes) + 1)}]"
+    if not said["structure"] <= EXACT:
+        return f"**BROKEN** by {said['structure']:.1e}"
+    kept = parse_policy(sized(policy, LONGEST, BLOCK))
+    if kept.scored is not None or kept.levels is not None:
+        return "own"
+    return f"exact, {said['loss']:.0e}" if "loss" in said else "exact"
+
+
+def _price(lines: Sequence[Mapping[str, Any]]) -> str:
+    if not lines:
+        return (
+            "Not measured here yet: random models have no quality to lose. `kvad bench cache-quality` measures it on a "
+            "model that\nlooks keys up (`runs/lookup-cpu.toml`), and `scripts/matrix --quality FILE` puts its lines "
+            "here; `kvad verify --policy`\nsays it of any model.\n"
+        )
+    rows = []
+    for cache, ratio in dict.fromkeys((line["cache"], line["ratio"]) for line in lines):
+        own = [line for line in lines if (line["cache"], line["ratio"]) == (cache, ratio)]
+        text = next((line for line in own if line["measure"] == "text"), {})
+        recall = [
+            _mean(line["recall"] for line in own if line["measure"] == kind) for kind in ("single", "many", "chain")
+        ]
+        rows.append(
+            (f"`{cache}`", f"{ratio:.1%}", _said(text.get("kl"), ".1e"), _said(text.get("price"), ".3f"), *recall)
+        )
+    model = ", ".join(sorted({f"{line.get('model', '')} at {line.get('commit') or 'no commit'}" for line in lines}))
+    head = ("cache", "dropped", "KL", "perplexity, times", "single", "many", "chain")
+    return f"Of {model}: against the model without a cache; recall over all lengths and depths.\n\n" + _table(
+        head, rows
+    )
+
+
+def _said(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _mean(values: Iterable[float]) -> str:
+    found = list(values)
+    return f"{math.fsum(found) / len(found):.2f}" if found else "-"
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="measure every cell")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--quality", type=Path, metavar="FILE")
+    asked = parser.parse_args()
+    results: Results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
+    if asked.run:
+        results = {**results, **run(asked.jobs)}
+    if asked.quality is not None:
+        results["quality"] = quality(asked.quality)
+    RESULTS.write_text(stored(results), "utf-8")
+    PAGE.write_text(page(results), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

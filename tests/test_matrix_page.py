@@ -1,0 +1,157 @@
+"""``docs/matrix.md`` is what ``scripts/matrix`` writes, of every policy, format, encoding and topology; it is not old.
+
+If one was added: ``scripts/matrix --run`` asks every cell again and writes both files.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import typing
+
+import pytest
+import torch
+
+from kvad import config as cfg
+from kvad.cache.formats import FORMATS, Format
+from kvad.cache.named import POLICIES
+from kvad.cache.policy import Window
+from kvad.cache.store import Store
+from kvad.lab.asked import SIZED
+from tests.matrix import cells, page
+
+RESULTS = json.loads(page.RESULTS.read_text("utf-8"))
+HINT = f"write it anew: {page.AGAIN}"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def missing() -> list[str]:
+    """Cells that the registries have and the results do not."""
+    return [f"{table}: {cells.key(*cell)}" for table, cell in cells.every() if cells.key(*cell) not in RESULTS[table]]
+
+
+def some(number: int) -> list[tuple[str, tuple[str, ...]]]:
+    """So many cells that were measured, spread evenly."""
+    measured = [(t, cell) for t, cell in cells.every() if "refused" not in RESULTS[t].get(cells.key(*cell), {})]
+    return measured[:: max(1, len(measured) // number)]
+
+
+# ---------------------------------------------------------------- the page is fresh
+
+
+def test_the_page_is_what_the_script_writes() -> None:
+    assert page.PAGE.read_text("utf-8") == page.page(RESULTS), HINT
+
+
+def test_the_results_are_written_as_the_script_writes_them() -> None:
+    assert page.RESULTS.read_text("utf-8") == page.stored(RESULTS), HINT
+
+
+def test_every_cell_was_asked() -> None:
+    assert not missing(), HINT
+    known = {(table, cells.key(*cell)) for table, cell in cells.every()}
+    old = [(table, cell) for table in ("product", "layouts", "endless") for cell in RESULTS[table]]
+    assert not set(old) - known, f"of what is gone: {HINT}"
+
+
+def test_every_encoding_and_topology_is_a_column() -> None:
+    """One of one's own is proved on docs/extending.md."""
+    hints = typing.get_type_hints(cfg.Attention)["position"], typing.get_type_hints(cfg.Embedding)["position"]
+    kinds = {kind.kind for hint in hints for kind in typing.get_args(hint) if hasattr(kind, "kind")}
+    assert kinds == {*cells.ENCODINGS, "own"} - {"none"}
+    assert {cells.config_of(each, "rope").kind for each in cells.TOPOLOGIES} == set(cells.TOPOLOGIES)
+    assert set(SIZED) == set(POLICIES)
+
+
+def test_nothing_measured_is_broken() -> None:
+    for table in ("product", "layouts", "endless"):
+        for cell, said in RESULTS[table].items():
+            assert "refused" in said or said["structure"] <= cells.EXACT, (table, cell, said)
+
+
+def test_a_refusal_is_still_made_in_these_words() -> None:
+    for table, cell in cells.every():
+        said = RESULTS[table][cells.key(*cell)]
+        if "refused" in said and (table != "product" or cell[0] != "encoder" or cell[3] == "int8"):
+            assert cells.ask(table, cell) == said, HINT
+
+
+@pytest.mark.parametrize(
+    ("table", "cell"), some(24), ids=lambda part: part if isinstance(part, str) else "-".join(part)
+)
+def test_some_cells_asked_again(table: str, cell: tuple[str, ...]) -> None:
+    before, now = RESULTS[table][cells.key(*cell)], cells.ask(table, cell)
+    assert now["structure"] <= cells.EXACT
+    assert now.get("loss", 0) == pytest.approx(before.get("loss", 0), rel=0.1, abs=1e-12)
+
+
+@pytest.mark.long(minutes=30)
+def test_every_cell_asked_again() -> None:
+    wrong = [cell for table, cell in some(1 << 20) if not cells.ask(table, cell)["structure"] <= cells.EXACT]
+    assert not wrong
+
+
+def test_the_script_runs() -> None:
+    assert subprocess.run(["bash", "-n", str(page.ROOT / "scripts" / "matrix")], check=False).returncode == 0
+
+
+# ---------------------------------------------------------------- it can say no
+
+
+def test_a_new_policy_or_format_has_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "latest", Window)
+    assert any("latest" in cell for cell in missing())
+    monkeypatch.delitem(POLICIES, "latest")
+    monkeypatch.setitem(FORMATS, "int3", Format("int3", "token", 8, "lossy", 1.0, 1.0))
+    assert any("int3" in cell for cell in missing())
+
+
+def test_a_broken_cell_is_written_as_such() -> None:
+    results = copy.deepcopy(RESULTS)
+    results["product"][cells.key("decoder", "rope", "sinks", "int8")] = {"structure": 0.5, "loss": 1.0}
+    results["product"].pop(cells.key("decoder", "alibi", "sinks", "int8"))
+    text = page.page(results)
+    assert "**BROKEN** by 5.0e-01" in text and "not measured" in text
+
+
+@pytest.mark.parametrize("policy", ["full", "sinks"])
+def test_a_cell_of_a_broken_format_is_measured_as_broken(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """A store that forgets the scales of what it copies or reads."""
+    read = Store.read
+    monkeypatch.setattr(Store, "read", lambda self, table, dtype: read(self, table, dtype) * (1 + 1e-6))
+    assert cells.ask("product", ("decoder", "rope", policy, "int8"))["structure"] > cells.EXACT
+
+
+def test_the_lines_of_a_bench_become_a_table(tmp_path) -> None:
+    lines = [
+        {"cache": "snapkv", "ratio": 0.5, "measure": "text", "price": 1.25, "kl": 0.03, "model": "m", "commit": "c"},
+        {
+            "cache": "snapkv",
+            "ratio": 0.5,
+            "measure": "single",
+            "length": 64,
+            "depth": 0.5,
+            "recall": 0.75,
+            "model": "m",
+        },
+        {
+            "cache": "snapkv",
+            "ratio": 0.5,
+            "measure": "single",
+            "length": 64,
+            "depth": 0.0,
+            "recall": 0.25,
+            "commit": "c",
+        },
+    ]
+    (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)))
+    text = page.page({**RESULTS, "quality": page.quality(tmp_path / "lines")})
+    assert "| `snapkv` | 50.0% | 3.0e-02 | 1.250 | 0.50 | - | - |" in text
