@@ -22,7 +22,7 @@ from kvad.cache.available import available_bytes
 from kvad.cache.peak import peak
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
 from kvad.cache.weights import lookup_bytes, weight_bytes, weight_shapes
-from kvad.config import Experts, ModelConfig, OwnPositions, mixers
+from kvad.config import DynamicScaling, Experts, LongRopeScaling, ModelConfig, OwnPositions, Rope, mixers
 from kvad.errors import ConfigError, MemoryPlanError, nearest
 from kvad.step import RESERVED_BLOCKS
 
@@ -125,12 +125,17 @@ class MemoryPlan:
 
 
 def check_policy(config: ModelConfig, cache: CacheConfig) -> None:
-    """ConfigError where a row cannot go on for ever: it says which encoding forbids it, and what fits.
+    """ConfigError where a model's positions forbid what a cache is to do: it says which encoding, and what fits.
 
+    Summaries are means of unrotated keys, and where frequencies are a row's own, stored keys cannot be turned back.
     Positions that are added to the embeddings are baked into keys and values, and nothing can number them anew; a
     rotation and a bias are made of distances, which a window bounds (DESIGN: positions under eviction).
     """
-    if not cache.endless or config.decoder is None:
+    if config.decoder is None:
+        return
+    if cache.rotate == "write":
+        _check_summaries(config, cache)
+    if not cache.endless:
         return
     added = config.embed.position
     if added is not None:
@@ -151,6 +156,18 @@ def check_policy(config: ModelConfig, cache: CacheConfig) -> None:
         if isinstance(own, OwnPositions) and any(mixer.renumber for mixer in cache.narrowed(mixers(config))):
             raise ConfigError(
                 f"endless: {own.name} says nothing of positions that are numbered anew", "take window(n), without sinks"
+            )
+
+
+def _check_summaries(config: ModelConfig, cache: CacheConfig) -> None:
+    for layer in range(config.stack.layers):
+        position, levels = config.stack.layer(layer).mixer.position, cache.kept.at(layer).levels
+        scaling = position.scaling if isinstance(position, Rope) else None
+        if levels is not None and levels.summaries and isinstance(scaling, DynamicScaling | LongRopeScaling):
+            raise ConfigError(
+                f"cache.policy: {levels}: {scaling.kind} scaling gives each row frequencies of its own, so layer {layer}'s "
+                "stored keys cannot be turned back to be summarised",
+                "keep them unrotated: cache.rotate='read'",
             )
 
 
