@@ -165,8 +165,8 @@ def _check_summaries(config: ModelConfig, cache: CacheConfig) -> None:
         scaling = position.scaling if isinstance(position, Rope) else None
         if levels is not None and levels.summaries and isinstance(scaling, DynamicScaling | LongRopeScaling):
             raise ConfigError(
-                f"cache.policy: {levels}: {scaling.kind} scaling gives each row frequencies of its own, so layer {layer}'s "
-                "stored keys cannot be turned back to be summarised",
+                f"cache.policy: {levels}: {scaling.kind} scaling gives each row frequencies of its own, so stored keys "
+                f"of layer {layer} cannot be turned back to be summarised",
                 "keep them unrotated: cache.rotate='read'",
             )
 
