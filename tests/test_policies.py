@@ -251,7 +251,7 @@ def test_kept_positions_would_say_something_else() -> None:
         ("rope", "1: full; window(8)", "layer 1 keeps all tokens"),
         ("rope", "sinks(4, 100)", "104 tokens kept, the model knows distances up to 96"),
         ("rope", "truncate(3)", "a block of 4 tokens leaves at once"),
-        ("rope-dynamic", "hierarchy(8, packed=0, every=8, summaries=8, ratio=4)", "dynamic frequencies differ"),
+        ("rope-dynamic", "hierarchy(8, packed=0, every=8, summaries=8, ratio=4)", "dynamic scaling gives each row frequencies"),
         ("rope", "tova(8)", "layer 0 keeps all tokens"),
     ],
 )
@@ -347,6 +347,15 @@ def test_without_parking_the_test_above_objects(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kvad.cache.memory.Memory._park_and_wake", lambda *_: None)
     with pytest.raises(AssertionError):
         test_a_preempted_row_is_parked_and_woken(RANKED[-1])
+
+
+@pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
+def test_keys_of_a_row_s_own_frequencies_are_summarised_unrotated_or_not_at_all(position: str) -> None:
+    """Found by ``kvad verify --policy``: they could not be turned back, and a step died of it."""
+    case = plain(policy=RANKED[9], position=position)
+    with pytest.raises(ConfigError, match="turned back to be summarised"):
+        company(case)
+    assert company(case | {"rotate": "read"}) <= EXACT
 
 
 def test_packing_in_full_precision_changes_nothing() -> None:

@@ -131,24 +131,10 @@ def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool
         return
     if deterministic:
         _check_deterministic(config, cache)
-    _check_summaries(config, cache)
+    if cache.rotate == "write":
+        _check_summaries(config, cache)
     if cache.endless:
         _check_endless(config, cache)
-
-
-def _check_summaries(config: ModelConfig, cache: CacheConfig) -> None:
-    """Their keys are turned back and forth, which needs frequencies that all rows share."""
-    assert config.decoder is not None
-    levels = [cache.kept.at(layer).levels for layer in range(config.decoder.layers)]
-    if cache.rotate == "read" or not any(level is not None and level.summaries for level in levels):
-        return
-    for kind in config.decoder.kinds.values():
-        position = kind.mixer.position
-        if isinstance(position, Rope) and isinstance(position.scaling, DynamicScaling | LongRopeScaling):
-            raise ConfigError(
-                f"summaries: {position.scaling.kind} frequencies differ by row, and keys lie turned by them",
-                "store keys unrotated: cache.rotate='read'",
-            )
 
 
 def _check_endless(config: ModelConfig, cache: CacheConfig) -> None:
@@ -191,6 +177,19 @@ def _check_deterministic(config: ModelConfig, cache: CacheConfig) -> None:
             raise ConfigError(
                 f"deterministic: not promised under {said}",
                 "policies by position keep it: full, window(n), sinks(k, n) up to the limit, truncate(n)",
+            )
+
+
+def _check_summaries(config: ModelConfig, cache: CacheConfig) -> None:
+    """Summaries are means of unrotated keys: where frequencies are a row's own, stored keys cannot be turned back."""
+    for layer in range(config.stack.layers):
+        position, levels = config.stack.layer(layer).mixer.position, cache.kept.at(layer).levels
+        scaling = position.scaling if isinstance(position, Rope) else None
+        if levels is not None and levels.summaries and isinstance(scaling, DynamicScaling | LongRopeScaling):
+            raise ConfigError(
+                f"cache.policy: {levels}: {scaling.kind} scaling gives each row frequencies of its own, so stored keys "
+                f"of layer {layer} cannot be turned back to be summarised",
+                "keep them unrotated: cache.rotate='read'",
             )
 
 
