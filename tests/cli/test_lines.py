@@ -282,6 +282,16 @@ def test_a_penalty_of_no_search_is_refused(kvad, translator):
     assert (ran.code, ran.out) == (2, "") and "there are no beams" in ran.err
 
 
+def test_a_translation_under_a_policy_is_the_model_s_under_it(kvad, translator):
+    with LLM.load(translator, policy="window(3)", rows=1, capacity=24) as llm:
+        told = llm.generate("Haus", max_tokens=20, temperature=0).text
+    flags = ("--policy", "window(3)", "--max-tokens", 20)
+    assert kvad("translate", translator, *flags, stdin=b"Haus\n") == (0, " ".join(told.splitlines()) + "\n", "")
+    assert kvad("translate", translator, *flags, "--on-full", "refuse", stdin=b"Haus\n").out == told + "\n"
+    refused = kvad("translate", translator, "--policy", "windw(3)", stdin=b"Haus\n")
+    assert refused.code == 2 and "did you mean 'window'" in refused.err
+
+
 def test_a_prefix_begins_every_translation(kvad, translator):
     with LLM.load(translator) as llm:
         tokens = llm.generate("Haus", max_tokens=6, temperature=0, prefix=[256, *b"The "]).tokens

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import pytest
@@ -962,9 +962,9 @@ class Trusting(Prefixes):
 
 
 class TrustsTheHash(Ledger):
-    def __init__(self, placed: Sequence[Group], *, prefix: bool, seats: int, hasher: Callable[[bytes], bytes]) -> None:
-        super().__init__(placed, prefix=prefix, seats=seats, hasher=hasher)
-        self._prefixes = Trusting(hasher)
+    def __init__(self, placed: Sequence[Group], **asked: Any) -> None:
+        super().__init__(placed, **asked)
+        self._prefixes = Trusting(asked["hasher"])
 
 
 def broken(setup: str, operations: int = 4000, **parts: object) -> None:
@@ -1031,8 +1031,8 @@ class SharesByPrefix(Sources):
 
 
 class SourcesMixedUp(Ledger):
-    def __init__(self, placed: Sequence[Group], *, prefix: bool, seats: int, hasher: Callable[[bytes], bytes]) -> None:
-        super().__init__(placed, prefix=prefix, seats=seats, hasher=hasher)
+    def __init__(self, placed: Sequence[Group], **asked: Any) -> None:
+        super().__init__(placed, **asked)
         self._sources.__class__ = SharesByPrefix
 
 
