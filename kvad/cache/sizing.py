@@ -105,7 +105,7 @@ class CacheConfig:
         return narrowed(mixers, self.kept, grain, renumber=self.endless)
 
     def _check_formats(self) -> None:
-        find_format(self.dtype, "cache.dtype")
+        every = find_format(self.dtype, "cache.dtype")
         for name, said in (("keys", self.keys), ("values", self.values)):
             key = f"cache.{name if said is not None else 'dtype'}"
             asked = find_format(said if said is not None else self.dtype, key)
@@ -116,6 +116,11 @@ class CacheConfig:
                 )
             if asked.sealed and self.layout == "contiguous":
                 raise ConfigError(f"{key}: {asked.name} packs whole blocks", "take cache.layout='paged'")
+        if every.sealed:
+            raise ConfigError(
+                f"cache.dtype: {every.name} packs whole blocks of keys, and new tokens come one by one",
+                f"cache.keys={every.name!r}, and a dtype for the latest",
+            )
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -244,8 +249,6 @@ def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
     policy = group.levels
     if policy is None:
         return []
-    if config.layout == "contiguous":
-        raise ConfigError(f"cache.policy: {policy}: tokens descend in whole blocks", "take cache.layout='paged'")
     size = config.block_size
     for name in ("recent", "every", "sinks", "packed"):
         if (value := getattr(policy, name)) > 0 and value % size:
@@ -318,6 +321,8 @@ def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], con
     slots = config.capacity
     if mixer.window is not None:
         slots = mixer.window + min(config.chunk, config.capacity) - 1
+    if isinstance(ranked, Hierarchy) and config.layout == "contiguous":
+        raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
     if config.layout == "contiguous":
         slots += mixer.sinks
         if scored is not None:
