@@ -120,11 +120,7 @@ class CacheConfig:
         return self.endless or self.on_full == "summarise"
 
     def _check_formats(self) -> None:
-        if find_format(self.dtype, "cache.dtype").sealed:
-            raise ConfigError(
-                f"cache.dtype: {self.dtype} packs whole blocks, of keys: the latest tokens lie in another format",
-                f"cache.keys={self.dtype!r}, and a dtype for the others",
-            )
+        every = find_format(self.dtype, "cache.dtype")
         for name, said in (("keys", self.keys), ("values", self.values)):
             key = f"cache.{name if said is not None else 'dtype'}"
             asked = find_format(said if said is not None else self.dtype, key)
@@ -135,6 +131,11 @@ class CacheConfig:
                 )
             if asked.sealed and self.layout == "contiguous":
                 raise ConfigError(f"{key}: {asked.name} packs whole blocks", "take cache.layout='paged'")
+        if every.sealed:
+            raise ConfigError(
+                f"cache.dtype: {every.name} packs whole blocks of keys, and new tokens come one by one",
+                f"cache.keys={every.name!r}, and a dtype for the latest",
+            )
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -347,6 +348,8 @@ def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], con
     slots = config.capacity
     if mixer.window is not None:
         slots = mixer.window + min(config.chunk, config.capacity) - 1
+    if isinstance(ranked, Hierarchy) and config.layout == "contiguous":
+        raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
     if config.layout == "contiguous":
         slots += mixer.sinks
         if scored is not None:

@@ -131,6 +131,7 @@ def test_int4_needs_pairs() -> None:
         ({"values": "int4-channel"}, "cache.values: int4-channel is for keys.*cache.values='int4'"),
         ({"keys": "int4-channel", "layout": "contiguous"}, "cache.keys: int4-channel packs whole blocks"),
         ({"keys": "int4-channel", "policy": "tova(20)"}, "tova.20. takes tokens out of them"),
+        ({"keys": "int4-channel", "policy": "window(4)"}, "int4-channel packs whole blocks once, and window"),
         ({"dtype": "int8-channel", "values": "int8"}, "cache.dtype: int8-channel packs whole blocks"),
         ({"rows": 0}, "cache.rows: must be at least 1, found 0"),
         ({"capacity": -3}, "cache.capacity: must be at least 1, found -3"),

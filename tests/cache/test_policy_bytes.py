@@ -1,0 +1,83 @@
+"""What plan says of a policy's pools is what Memory allocates, to the byte; and it is less than keeping everything."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvad.cache.memory import Memory
+from kvad.cache.planning import plan_memory
+from kvad.cache.sizing import CacheConfig, group_bytes, groups
+from kvad.config import ModelConfig, mixers
+from kvad.errors import ConfigError
+from tests.models import model_config, pair_config
+
+POLICIES = (
+    "full",
+    "window(16)",
+    "sinks(4, 12)",
+    "truncate(16)",
+    "0: full; sinks(4, 12)",
+    "heavy-hitters(16, every=8)",
+    "snapkv(16, every=8, window=4)",
+    "tova(16, every=8)",
+    "norm(16, every=8)",
+    "random(16, every=8)",
+    "1: window(8); norm(16, every=8)",
+    "hierarchy(16, every=8)",
+    "hierarchy(16, packed=16, every=8, keys=int4-channel, values=int4, summaries=8, ratio=4)",
+    "hierarchy(16, packed=0, every=8, summaries=8, ratio=4, sinks=8)",
+    "quest(16)",
+)
+FORMATS = (
+    {"dtype": "float64"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float32", "keys": "int8", "values": "int4"},
+    {"dtype": "fp8-e4m3"},
+)
+MODELS = {
+    "decoder": model_config("rope", "pre", "gqa"),
+    "windowed": model_config("rope", "pre", "window-mix"),
+    "values": model_config("rope", "pre", "value-dim"),
+    "encoder-decoder": pair_config("t5", "pre", "mqa"),
+}
+
+
+def cache_of(policy: str, layout: str, formats: dict[str, str], **change: object) -> CacheConfig:
+    given = {"layout": layout, "block_size": 8, "rows": 3, "capacity": 96, "chunk": 8, "source_capacity": 20}
+    return CacheConfig(policy=policy, **(given | formats | change))  # type: ignore[arg-type]
+
+
+def allocated(config: ModelConfig, cache: CacheConfig) -> tuple[int, int, int]:
+    memory = Memory(groups(mixers(config), cache), rotate=cache.rotate)
+    assert sum(leaf.nbytes for leaf in memory.leaves()) == (
+        memory.payload_bytes() + memory.scale_bytes() + memory.column_bytes()
+    )
+    return memory.payload_bytes(), memory.scale_bytes(), memory.column_bytes()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_plan_and_memory_agree_to_the_byte(policy: str, layout: str) -> None:
+    if layout == "contiguous" and ("hierarchy" in policy or "quest" in policy):
+        with pytest.raises(ConfigError, match=r"take cache\.layout='paged'"):
+            groups(mixers(MODELS["decoder"]), cache_of(policy, layout, {}))
+        return
+    for name, config in MODELS.items():
+        for formats in FORMATS:
+            cache = cache_of(policy, layout, formats)
+            sizes = [group_bytes(group) for group in groups(mixers(config), cache)]
+            planned = tuple(sum(getattr(size, part) for size in sizes) for part in ("payload", "scales", "columns"))
+            assert allocated(config, cache) == planned, (name, formats)
+            assert plan_memory(config, cache, weights_dtype="float32").pool == sum(planned), (name, formats)
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:-1])
+@pytest.mark.parametrize("layout", ["paged", "contiguous"])
+def test_a_policy_s_pool_is_smaller(policy: str, layout: str) -> None:
+    """Of what all layers hold of long rows; where one layer keeps everything, of the others."""
+    if layout == "contiguous" and "hierarchy" in policy:
+        pytest.skip("tokens descend in whole blocks")
+    config = MODELS["decoder"]
+    least = 0.65 if "full" in policy or policy == "hierarchy(16, every=8)" else 0.5
+    full, less = (sum(allocated(config, cache_of(each, layout, {}, rows=8, capacity=384))) for each in ("full", policy))
+    assert less < least * full
