@@ -78,7 +78,7 @@ class GroupPlan:
 
     @property
     def row_columns(self) -> int:
-        return self.bytes.per_token_columns * self.slots
+        return self.bytes.columns // self.group.blocks * self.group.blocks_per_row
 
     @property
     def slots(self) -> int:
@@ -119,6 +119,15 @@ class MemoryPlan:
     def pool(self) -> int:
         """What Memory allocates."""
         return self.payload + self.scales + self.columns + self.reserved
+
+    @property
+    def parked_row(self) -> int:
+        """What one row takes in *host* memory while it has given way to others (``Memory.parked``): all that it held,
+        where it cannot be computed anew; 0 where it can.  Beside ``total``: nobody knows how many rows will wait."""
+        own = [each for each in self.groups if not each.group.mixer.cross]
+        if not any(each.group.scored or each.group.levels for each in own):
+            return 0
+        return sum(each.row_payload + each.row_scales + each.row_columns for each in own)
 
     @property
     def total(self) -> int:
@@ -303,17 +312,35 @@ def _largest(high: int, holds: Callable[[int], bool]) -> int:
 
 def step_bytes(plan: MemoryPlan, rows: int, context: int) -> int:
     """Bytes that a decode step of ``rows`` rows must read, each ``context`` tokens long: the decoder's weights once (of
-    experts, as many as the rows can choose), every row's own keys, values and positions: of a window, what it still
-    sees; of a source, all that the cache holds of one."""
+    experts, as many as the rows can choose), every row's own keys, values and positions: what its policy or a
+    window still keeps; of a source, all that the cache holds of one."""
     weights = plan.weights - lookup_bytes(plan.config, plan.weights_dtype) - _idle_bytes(plan, rows)
     cached = 0
     for each in plan.groups:
-        mixer = each.group.mixer
-        length = plan.cache.source_capacity if mixer.cross else context
-        seen = length if mixer.window is None else min(length, mixer.window)
-        size = each.bytes
-        cached += seen * (size.per_token_payload + size.per_token_scales + size.per_token_columns)
+        size, kept = each.bytes, _kept(plan, each.group, context)
+        seen = kept if each.group.chooses is None else min(kept, each.group.chooses.budget)
+        cached += seen * (size.per_token_payload + size.per_token_scales) + kept * size.per_token_columns
     return weights + rows * cached
+
+
+def _kept(plan: MemoryPlan, group: Group, context: int) -> int:
+    """Slots that hold something that a row of ``context`` tokens still reads, at most."""
+    mixer, level = group.mixer, group.level
+    if mixer.cross:
+        return plan.cache.source_capacity
+    if mixer.window is not None:
+        return min(context, mixer.sinks + mixer.window)
+    if group.scored is not None:
+        return min(context, group.scored.budget + group.scored.every)
+    policy = group.levels if level is None else plan.groups[level.of].group.levels
+    if policy is None:
+        return context
+    if level is None:
+        return min(context, policy.sinks + policy.recent + policy.every)
+    older = max(0, context - policy.sinks - policy.recent)
+    if level.ratio > 1:
+        older = -(-max(0, older - max(0, policy.packed)) // level.ratio)
+    return min(older, level.most * group.block_size)
 
 
 def _idle_bytes(plan: MemoryPlan, rows: int) -> int:

@@ -65,7 +65,8 @@ def plan(
     kvad plan runs/demo --context 4096 --rows 8
     kvad plan t5-base --source-context 512 --context 128 --rows 32
     kvad plan llama-3-8b --context 8192 --rows 1 --dtype bfloat16 --weights-dtype bfloat16 --fit 24GiB
-    kvad plan smollm2-135m --cache-keys int8 --cache-values int4
+    kvad plan smollm-135m --cache-keys int8 --cache-values int4
+    kvad plan gpt2 --policy "sinks(4, 252)"
     """
     from kvad.cache.available import available_bytes
     from kvad.cache.formats import FORMATS

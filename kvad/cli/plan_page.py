@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from kvad.cache.formats import parted
 from kvad.cache.peak import decoder_tokens, encoder_tokens
 from kvad.cache.planning import MemoryPlan
+from kvad.cache.settle import settle
 from kvad.cache.sizing import CacheConfig
 from kvad.cache.weights import num_parameters
 from kvad.cli.common import format_bytes
-from kvad.config import Alibi, ModelConfig, T5Bias
+from kvad.config import Alibi, ModelConfig, T5Bias, mixers
 from kvad.errors import counted
-from kvad.lab.plan import Report
+from kvad.lab.kept import kept, layer_names, stored
+from kvad.lab.plan import Report, layers_of
 
 __all__ = ["asked", "memory_lines", "page"]
+
+PARKED = "in host memory, at most, for each row that gives way to others"
 
 
 def page(report: Report) -> str:
@@ -43,7 +48,9 @@ def asked(plan: MemoryPlan) -> str:
     rows = f"{counted(cache.rows, 'row')} of {counted(cache.capacity, 'token')}"
     source = "" if config.source is None else f", {cache.source_capacity:,} of source each"
     blocks = f"in blocks of {cache.block_size}" if cache.layout == "paged" else "one block each"
-    return f"{rows}{source}, {cache.layout}, {blocks}"
+    policy = "" if cache.policy == "full" else f", under {cache.policy}"
+    ends = ", without an end" if settle(config, cache).endless else ""
+    return f"{rows}{ends}{source}, {cache.layout}, {blocks}{policy}"
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
@@ -51,7 +58,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     pool = [
         ("cache payload", plan.payload, f"{_said(plan.cache)} of the rows asked, exact"),
         *([("cache scales", plan.scales, "scales and zeros of the rows asked, exact")] if plan.scales else []),
-        ("cache columns", plan.columns, "int64 positions of the rows asked, exact"),
+        ("cache columns", plan.columns, f"{_columns(plan)} of the rows asked, exact"),
         ("cache reserved", plan.reserved, f"{_parts(plan)} of 2 more blocks per group, exact"),
     ]
     if not plan.groups:
@@ -63,6 +70,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         ("scratch", plan.scratch, f"at most: {gathered}{_scores(plan)}"),
         ("activations", plan.activations, f"at most: {_step(plan)}"),
         ("total", plan.total, "beside the interpreter and torch"),
+        *([("parked row", plan.parked_row, PARKED)] if plan.parked_row else []),
     ]
     lines = [f"{name:<15}{size:>21,}  {format_bytes(size):>11}   {note}" for name, size, note in table]
     for number in range(len(plan.groups)):
@@ -89,15 +97,14 @@ def _step(plan: MemoryPlan) -> str:
 def _group_lines(plan: MemoryPlan, number: int) -> list[str]:
     each = plan.groups[number]
     group, size, mixer = each.group, each.bytes, each.group.mixer
-    reach = "full attention" if mixer.window is None else f"window {mixer.window:,}"
-    reach = "cross-attention" if mixer.cross else reach
     row = "source" if mixer.cross else "row"
     dims = f"{mixer.head_dim}" if mixer.head_dim == mixer.value_dim else f"{mixer.head_dim} + {mixer.value_dim}"
     heads = f"{counted(mixer.kv_heads, 'key-value head')} of {dims}"
-    layers = counted(len(group.layers), "layer")
     slots = f"{group.blocks_per_row:,} x {counted(group.block_size, 'slot')}"
+    layers = layers_of(plan, each)
     return [
-        f"group {number}: {layers}, {reach}, {heads}",
+        f"group {number}: {layer_names(layers)} ({len(layers)}): {kept(group, mixers(plan.config))}, {stored(group)}",
+        f"  {'' if group.level is None else f'below group {group.level.above}; '}{heads}",
         f"  per token   {_sizes(size.per_token_payload, size.per_token_scales, size.per_token_columns)}",
         f"  per {row:<7} {_sizes(each.row_payload, each.row_scales, each.row_columns)} ({slots})",
         f"  all rows    {_sizes(each.payload, each.scales, each.columns)}, reserved {each.reserved:,}",
@@ -108,8 +115,18 @@ def _sizes(payload: int, scales: int, columns: int) -> str:
     return f"payload {payload:,}, {f'scales {scales:,}, ' if scales else ''}columns {columns:,}"
 
 
+def _columns(plan: MemoryPlan) -> str:
+    groups = [each.group for each in plan.groups]
+    more = [
+        *(["attention per head"] if any(group.scored is not None and group.scored.watch for group in groups) else []),
+        *(["bounds per block"] if any(group.chooses is not None for group in groups) else []),
+        *(["weights of summaries"] if any(group.level and group.level.ratio > 1 for group in groups) else []),
+    ]
+    return ", ".join(["positions, also per head" if any(g.scored for g in groups) else "int64 positions", *more])
+
+
 def _said(cache: CacheConfig) -> str:
-    keys, values = cache.formats
+    keys, values = parted(cache.stored)
     return f"{keys} keys and values" if keys == values else f"{keys} keys and {values} values"
 
 
