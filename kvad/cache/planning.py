@@ -34,7 +34,9 @@ __all__ = [
     "available_bytes",
     "check_policy",
     "fits",
+    "largest",
     "plan_memory",
+    "planned_total",
     "require",
     "step_bytes",
 ]
@@ -272,24 +274,28 @@ def fits(plan: MemoryPlan, memory: int) -> tuple[Fit, ...]:
     unit = min(plan.cache.block_size, limit)
 
     def total(rows: int, capacity: int) -> int:
-        cache = replace(plan.cache, rows=rows, capacity=capacity, blocks=None)
-        cache = replace(cache, on_full=cache.on_full if _goes_on(plan.config, cache) else "preempt")
-        return _plan(plan.config, cache, plan.weights_dtype, plan.budget, plan.weights).total
+        return planned_total(plan, replace(plan.cache, rows=rows, capacity=capacity, blocks=None))
 
     def longest(rows: int) -> int:
         if total(rows, limit) <= memory:
             return limit
-        return unit * _largest(limit // unit, lambda units: total(rows, unit * units) <= memory)
+        return unit * largest(limit // unit, lambda units: total(rows, unit * units) <= memory)
 
     found: set[tuple[int, int]] = set()
     rows = 1
     while rows <= MOST_ROWS and (capacity := longest(rows)):
         found.add((rows, capacity))
         rows *= 2
-    most = _largest(MOST_ROWS, lambda rows: total(rows, plan.cache.capacity) <= memory)
+    most = largest(MOST_ROWS, lambda rows: total(rows, plan.cache.capacity) <= memory)
     if most:
         found.add((most, plan.cache.capacity))
     return tuple(Fit(rows, capacity, total(rows, capacity)) for rows, capacity in sorted(found))
+
+
+def planned_total(plan: MemoryPlan, cache: CacheConfig) -> int:
+    """Of the same model with another cache, weights and work included.  ConfigError for a cache that cannot be."""
+    cache = replace(cache, on_full=cache.on_full if _goes_on(plan.config, cache) else "preempt")
+    return _plan(plan.config, cache, plan.weights_dtype, plan.budget, plan.weights).total
 
 
 def _goes_on(config: ModelConfig, cache: CacheConfig) -> bool:
@@ -301,7 +307,7 @@ def _goes_on(config: ModelConfig, cache: CacheConfig) -> bool:
     return True
 
 
-def _largest(high: int, holds: Callable[[int], bool]) -> int:
+def largest(high: int, holds: Callable[[int], bool]) -> int:
     """The largest n in 1..high with ``holds(n)``, which is true up to a point and false after it; 0 for none."""
     low = 0
     while low < high:

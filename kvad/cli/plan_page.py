@@ -11,6 +11,7 @@ from kvad.cache.weights import num_parameters
 from kvad.cli.common import format_bytes
 from kvad.config import Alibi, ModelConfig, T5Bias, mixers
 from kvad.errors import counted
+from kvad.lab.fit import Offer, shortfall
 from kvad.lab.kept import kept, layer_names, stored
 from kvad.lab.plan import Report, layers_of
 
@@ -148,12 +149,56 @@ def _speed_lines(report: Report) -> list[str]:
 
 def _fit_lines(report: Report) -> list[str]:
     assert report.fit is not None
-    if not report.fits:
-        return [f"in {format_bytes(report.fit)} not even one row of one block fits"]
     cache, config = report.plan.cache, report.plan.config
+    table = report.table
+    if not report.fits and not (table and table.offers):
+        return [f"in {format_bytes(report.fit)} not even one row of one block fits", *_too_large(report, report.fit)]
     sources = "" if config.source is None else f", sources of {counted(cache.source_capacity, 'token')}"
+    first = f"in {format_bytes(report.fit)}, weights and work included{sources}:"
+    if table is None:
+        return [
+            first,
+            f"  {'rows':>6}  {'tokens each':>12}  {'takes':>11}",
+            *(f"  {fit.rows:>6,}  {fit.capacity:>12,}  {format_bytes(fit.bytes):>11}" for fit in report.fits),
+        ]
+    rows = [("rows", "tokens each", "takes", "stored", "policy", "quality"), *map(_offered, table.offers)]
+    stored, policy = (max(len(row[column]) for row in rows) for column in (3, 4))
     return [
-        f"in {format_bytes(report.fit)}, weights and work included{sources}:",
-        f"  {'rows':>6}  {'tokens each':>12}  {'takes':>11}",
-        *(f"  {fit.rows:>6,}  {fit.capacity:>12,}  {format_bytes(fit.bytes):>11}" for fit in report.fits),
+        first,
+        *(f"  {a:>6}  {b:>12}  {c:>11}  {d:<{stored}}  {e:<{policy}}  {f}" for a, b, c, d, e, f in rows),
+        *(["  nothing fits so"] if not table.offers else []),
+        *(f"not for this model: {each}" for each in table.refused),
+        *(f"measured on {each}; another model pays another price" for each in table.sources),
     ]
+
+
+def _offered(offer: Offer) -> tuple[str, ...]:
+    size = format_bytes(offer.bytes)
+    return f"{offer.rows:,}", f"{offer.context:,}", size, offer.stored, offer.policy, _quality(offer)
+
+
+def _quality(offer: Offer) -> str:
+    """Of the models that it was measured on: the first one that has a perplexity, the first that found needles."""
+    if offer.free:
+        return "as computed"
+    times = next((paid.times for paid in offer.paid if paid.times is not None), None)
+    needles = next((paid.recall["single"] for paid in offer.paid if "single" in paid.recall), None)
+    said = [
+        *([f"perplexity x{times:,.3f}"] if times is not None else []),
+        *([f"finds {needles:.0%}"] if needles is not None else []),
+    ]
+    return ", ".join(said) or "not measured"
+
+
+def _too_large(report: Report, fit: int) -> list[str]:
+    short = shortfall(report.plan, fit)
+    if short is None:
+        return ["  a smaller --context, --chunk or --budget leaves more of it to the cache"]
+    missing, dtype, weights = short
+    lines = [f"  the weights alone take {format_bytes(report.plan.weights)}, {format_bytes(missing)} more than that"]
+    if report.plan.weights_dtype in ("bfloat16", "float16"):
+        return [*lines, "  a smaller model would fit: kvad plan --shapes"]
+    if weights <= fit:
+        return [*lines, f"  in {dtype} they take {format_bytes(weights)}: --weights-dtype {dtype}"]
+    missing = weights - fit
+    return [*lines, f"  and in {dtype} still {format_bytes(missing)} more: a smaller model would (kvad plan --shapes)"]

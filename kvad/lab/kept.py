@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from kvad.cache.formats import joined
@@ -62,7 +63,7 @@ def layer_names(layers: Sequence[int]) -> str:
     """
     if len(layers) == 1:
         return f"layer {layers[0]}"
-    steps = {b - a for a, b in zip(layers, layers[1:], strict=False)}
+    steps = {b - a for a, b in itertools.pairwise(layers)}
     if len(steps) == 1 and steps != {1} and len(layers) > 3:
         return f"layers {layers[0]}, {layers[1]}, ..., {layers[-1]}"
     runs: list[list[int]] = []

@@ -26,6 +26,7 @@ from kvad.checkpoint.folder import CONFIG, MODEL, is_foreign, locate
 from kvad.checkpoint.hub import INDEX, SINGLE, resolve
 from kvad.config import ModelConfig, mixers
 from kvad.errors import ConfigError, UsageError, a
+from kvad.lab.fit import Table, shortfall
 from kvad.lab.headers import stored_dtype
 from kvad.lab.kept import kept
 from kvad.lab.shapes import shape
@@ -78,6 +79,7 @@ class Report:
     speeds: tuple[Speed, ...]
     fit: int | None
     fits: tuple[Fit, ...]
+    table: Table | None = None  # of what would fit, where a decoder was asked
 
 
 def read_target(text: str) -> Target:
@@ -183,15 +185,22 @@ def plan_target(
 
 
 def make_report(
-    name: str, plan: MemoryPlan, *, available: int | None, bandwidth: float, measured: bool, fit: int | None = None
+    name: str,
+    plan: MemoryPlan,
+    *,
+    available: int | None,
+    bandwidth: float,
+    measured: bool,
+    fit: int | None = None,
+    table: Table | None = None,
 ) -> Report:
     """Speeds are for one row and for all rows, at the whole context; an encoder decodes nothing."""
     speeds = []
     for rows in sorted({1, plan.cache.rows}) if plan.config.decoder is not None else ():
         read = step_bytes(plan, rows, plan.cache.capacity)
         speeds.append(Speed(rows, plan.cache.capacity, read, rows * bandwidth / read))
-    table = () if fit is None else fits(plan, fit)
-    return Report(name, plan, available, bandwidth, measured, tuple(speeds), fit, table)
+    largest = () if fit is None else fits(plan, fit)
+    return Report(name, plan, available, bandwidth, measured, tuple(speeds), fit, largest, table)
 
 
 def to_json(report: Report) -> Mapping[str, object]:
@@ -205,8 +214,15 @@ def to_json(report: Report) -> Mapping[str, object]:
         "bandwidth": report.bandwidth,
         "bandwidth_measured": report.measured,
         "speeds": report.speeds,
-        "fit": None if report.fit is None else {"bytes": report.fit, "largest": report.fits},
+        "fit": None if report.fit is None else _fit_json(report, report.fit),
     }
+
+
+def _fit_json(report: Report, fit: int) -> Mapping[str, object]:
+    """``largest``: as the cache was asked for; ``table``: what else would fit, and what it costs."""
+    short = shortfall(report.plan, fit)
+    missing = None if short is None else dict(zip(("missing", "dtype", "weights"), short, strict=True))
+    return {"bytes": fit, "largest": report.fits, "table": report.table, "weights_too_large": missing}
 
 
 def memory_json(plan: MemoryPlan) -> Mapping[str, object]:

@@ -583,8 +583,10 @@ def test_what_does_not_fit_is_said_and_is_no_error(capsys, monkeypatch):
 def test_defaults_are_those_of_the_cache():
     defaults = {field.name: field.default for field in fields(CacheConfig)}
     given = {param.name: param.default for param in command.params}
-    for name in ("rows", "layout", "block_size", "chunk"):
+    for name in ("layout", "block_size", "chunk"):
         assert given[name] == defaults[name]
+    assert "[default: 8]" in next(param.help for param in command.params if param.name == "rows")
+    assert defaults["rows"] == 8
     assert given["budget"] == planning.BUDGET
 
 
