@@ -251,7 +251,11 @@ def test_kept_positions_would_say_something_else() -> None:
         ("rope", "1: full; window(8)", "layer 1 keeps all tokens"),
         ("rope", "sinks(4, 100)", "104 tokens kept, the model knows distances up to 96"),
         ("rope", "truncate(3)", "a block of 4 tokens leaves at once"),
-        ("rope-dynamic", "hierarchy(8, packed=0, every=8, summaries=8, ratio=4)", "dynamic scaling gives each row frequencies"),
+        (
+            "rope-dynamic",
+            "hierarchy(8, packed=0, every=8, summaries=8, ratio=4)",
+            "dynamic scaling gives each row frequencies",
+        ),
         ("rope", "tova(8)", "layer 0 keeps all tokens"),
     ],
 )

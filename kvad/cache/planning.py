@@ -34,7 +34,9 @@ __all__ = [
     "available_bytes",
     "check_policy",
     "fits",
+    "largest",
     "plan_memory",
+    "planned_total",
     "require",
     "step_bytes",
 ]
@@ -78,7 +80,7 @@ class GroupPlan:
 
     @property
     def row_columns(self) -> int:
-        return self.bytes.per_token_columns * self.slots
+        return self.bytes.columns // self.group.blocks * self.group.blocks_per_row
 
     @property
     def slots(self) -> int:
@@ -119,6 +121,15 @@ class MemoryPlan:
     def pool(self) -> int:
         """What Memory allocates."""
         return self.payload + self.scales + self.columns + self.reserved
+
+    @property
+    def parked_row(self) -> int:
+        """What one row takes in *host* memory while it has given way to others (``Memory.parked``): all that it held,
+        where it cannot be computed anew; 0 where it can.  Beside ``total``: nobody knows how many rows will wait."""
+        own = [each for each in self.groups if not each.group.mixer.cross]
+        if not any(each.group.scored or each.group.levels for each in own):
+            return 0
+        return sum(each.row_payload + each.row_scales + each.row_columns for each in own)
 
     @property
     def total(self) -> int:
@@ -262,24 +273,28 @@ def fits(plan: MemoryPlan, memory: int) -> tuple[Fit, ...]:
     unit = min(plan.cache.block_size, limit)
 
     def total(rows: int, capacity: int) -> int:
-        cache = replace(plan.cache, rows=rows, capacity=capacity, blocks=None)
-        cache = replace(cache, on_full=cache.on_full if _goes_on(plan.config, cache) else "preempt")
-        return _plan(plan.config, cache, plan.weights_dtype, plan.budget, plan.weights).total
+        return planned_total(plan, replace(plan.cache, rows=rows, capacity=capacity, blocks=None))
 
     def longest(rows: int) -> int:
         if total(rows, limit) <= memory:
             return limit
-        return unit * _largest(limit // unit, lambda units: total(rows, unit * units) <= memory)
+        return unit * largest(limit // unit, lambda units: total(rows, unit * units) <= memory)
 
     found: set[tuple[int, int]] = set()
     rows = 1
     while rows <= MOST_ROWS and (capacity := longest(rows)):
         found.add((rows, capacity))
         rows *= 2
-    most = _largest(MOST_ROWS, lambda rows: total(rows, plan.cache.capacity) <= memory)
+    most = largest(MOST_ROWS, lambda rows: total(rows, plan.cache.capacity) <= memory)
     if most:
         found.add((most, plan.cache.capacity))
     return tuple(Fit(rows, capacity, total(rows, capacity)) for rows, capacity in sorted(found))
+
+
+def planned_total(plan: MemoryPlan, cache: CacheConfig) -> int:
+    """Of the same model with another cache, weights and work included.  ConfigError for a cache that cannot be."""
+    cache = replace(cache, on_full=cache.on_full if _goes_on(plan.config, cache) else "preempt")
+    return _plan(plan.config, cache, plan.weights_dtype, plan.budget, plan.weights).total
 
 
 def _goes_on(config: ModelConfig, cache: CacheConfig) -> bool:
@@ -291,7 +306,7 @@ def _goes_on(config: ModelConfig, cache: CacheConfig) -> bool:
     return True
 
 
-def _largest(high: int, holds: Callable[[int], bool]) -> int:
+def largest(high: int, holds: Callable[[int], bool]) -> int:
     """The largest n in 1..high with ``holds(n)``, which is true up to a point and false after it; 0 for none."""
     low = 0
     while low < high:
@@ -302,17 +317,35 @@ def _largest(high: int, holds: Callable[[int], bool]) -> int:
 
 def step_bytes(plan: MemoryPlan, rows: int, context: int) -> int:
     """Bytes that a decode step of ``rows`` rows must read, each ``context`` tokens long: the decoder's weights once (of
-    experts, as many as the rows can choose), every row's own keys, values and positions: of a window, what it still
-    sees; of a source, all that the cache holds of one."""
+    experts, as many as the rows can choose), every row's own keys, values and positions: what its policy or a
+    window still keeps; of a source, all that the cache holds of one."""
     weights = plan.weights - lookup_bytes(plan.config, plan.weights_dtype) - _idle_bytes(plan, rows)
     cached = 0
     for each in plan.groups:
-        mixer = each.group.mixer
-        length = plan.cache.source_capacity if mixer.cross else context
-        seen = length if mixer.window is None else min(length, mixer.window)
-        size = each.bytes
-        cached += seen * (size.per_token_payload + size.per_token_scales + size.per_token_columns)
+        size, kept = each.bytes, _kept(plan, each.group, context)
+        seen = kept if each.group.chooses is None else min(kept, each.group.chooses.budget)
+        cached += seen * (size.per_token_payload + size.per_token_scales) + kept * size.per_token_columns
     return weights + rows * cached
+
+
+def _kept(plan: MemoryPlan, group: Group, context: int) -> int:
+    """Slots that hold something that a row of ``context`` tokens still reads, at most."""
+    mixer, level = group.mixer, group.level
+    if mixer.cross:
+        return plan.cache.source_capacity
+    if mixer.window is not None:
+        return min(context, mixer.sinks + mixer.window)
+    if group.scored is not None:
+        return min(context, group.scored.budget + group.scored.every)
+    policy = group.levels if level is None else plan.groups[level.of].group.levels
+    if policy is None:
+        return context
+    if level is None:
+        return min(context, policy.sinks + policy.recent + policy.every)
+    older = max(0, context - policy.sinks - policy.recent)
+    if level.ratio > 1:
+        older = -(-max(0, older - max(0, policy.packed)) // level.ratio)
+    return min(older, level.most * group.block_size)
 
 
 def _idle_bytes(plan: MemoryPlan, rows: int) -> int:

@@ -6,7 +6,8 @@ From the config alone: no weight is loaded, and torch is imported for Hugging Fa
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,17 +16,36 @@ from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
 from kvad.cli.policies import policies_asked, policy_options
 from kvad.errors import UsageError, nearest
 
+if TYPE_CHECKING:
+    from kvad.cache.planning import MemoryPlan
+    from kvad.lab.fit import Table
+
 __all__ = ["plan"]
 
 LAYOUTS = ("paged", "contiguous")
 
 
+class _Counts(click.ParamType[tuple[int, ...]]):
+    """``4096`` or ``1024,4096``."""
+
+    name = "N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            return value if isinstance(value, tuple) else tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no whole number, nor several with commas between them", param, ctx)
+
+
+COUNTS = _Counts()
+
+
 @click.command()
 @click.argument("target", metavar="CONFIG|MODEL|SHAPE", required=False)
 @click.option("--shapes", is_flag=True, help="List the shapes known by name.")
-@click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit].")
+@click.option("--context", type=COUNTS, help="Tokens of the longest row [default: the model's limit].")
 @click.option("--source-context", type=int, help="Tokens of the longest source [default: the source's limit].")
-@click.option("--rows", type=int, default=8, show_default=True, help="Live sequences.")
+@click.option("--rows", type=COUNTS, help="Live sequences [default: 8].")
 @click.option("--dtype", help="What the cache stores [default: the weights' dtype].")
 @click.option("--cache-keys", help="The same, of keys alone.")
 @click.option("--cache-values", help="The same, of values alone.")
@@ -35,15 +55,17 @@ LAYOUTS = ("paged", "contiguous")
 @policy_options
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
 @click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
-@click.option("--fit", metavar="SIZE", help="Also show the most rows x context that fit, as in 8GiB.")
+@click.option("--fit", metavar="SIZE", help="What could I run in 8GiB?  Several --context and --rows are for this.")
+@click.option("--ratios", default="0.75", show_default=True, help="With --fit: shares of a row to drop, as 0.5,0.75.")
+@click.option("--prices", type=click.Path(path_type=Path), help="With --fit: your own bench cache-quality's --out.")
 @click.option("--bandwidth", type=float, metavar="GB/s", help="Memory bandwidth [default: measured here].")
 @json_option
 def plan(
     target: str | None,
     shapes: bool,
-    context: int | None,
+    context: tuple[int, ...] | None,
     source_context: int | None,
-    rows: int,
+    rows: tuple[int, ...] | None,
     dtype: str | None,
     cache_keys: str | None,
     cache_values: str | None,
@@ -53,6 +75,8 @@ def plan(
     chunk: int,
     budget: int,
     fit: str | None,
+    ratios: str,
+    prices: Path | None,
     bandwidth: float | None,
     as_json: bool,
     **policies: Any,
@@ -66,7 +90,9 @@ def plan(
     kvad plan runs/demo --context 4096 --rows 8
     kvad plan t5-base --source-context 512 --context 128 --rows 32
     kvad plan llama-3-8b --context 8192 --rows 1 --dtype bfloat16 --weights-dtype bfloat16 --fit 24GiB
-    kvad plan smollm2-135m --cache-keys int8 --cache-values int4
+    kvad plan llama-3-8b --weights-dtype bfloat16 --fit 24GiB --context 8192 --rows 1,4
+    kvad plan smollm-135m --cache-keys int8 --cache-values int4
+    kvad plan gpt2 --policy "sinks(4, 252)"
     """
     from kvad.cache.available import available_bytes
     from kvad.cache.sizing import DTYPE_BYTES
@@ -83,25 +109,36 @@ def plan(
     _check({"--weights-dtype": weights_dtype}, DTYPE_BYTES)
     _check({"--dtype": dtype, "--cache-keys": cache_keys, "--cache-values": cache_values}, FORMATS)
     size, asked = None if fit is None else parse_bytes(fit), policies_asked(policies)
+    if size is None:
+        _one(context, rows)
     found = read_target(target)
     planned = plan_target(
         found,
-        context=context,
+        context=None if context is None else max(context),
         source_context=source_context,
         weights_dtype=weights_dtype,
         dtype=dtype,
         keys=cache_keys,
         values=cache_values,
         budget=budget,
-        rows=rows,
+        rows=8 if rows is None else max(rows),
         layout=layout,
         block_size=block_size,
         chunk=chunk,
         **asked,
     )
     speed = read_bandwidth() if bandwidth is None else bandwidth * 1e9
+    table = None
+    if size is not None and found.config.decoder is not None:
+        table = _table(planned, size, context, rows, ratios, prices)
     report = make_report(
-        found.name, planned, available=available_bytes(), bandwidth=speed, measured=bandwidth is None, fit=size
+        found.name,
+        planned,
+        available=available_bytes(),
+        bandwidth=speed,
+        measured=bandwidth is None,
+        fit=size,
+        table=table,
     )
     if as_json:
         emit_json(to_json(report))
@@ -109,6 +146,44 @@ def plan(
     from kvad.cli.plan_page import page
 
     click.echo(page(report))
+
+
+def _one(*asked: tuple[int, ...] | None) -> None:
+    if any(each is not None and len(each) > 1 for each in asked):
+        raise UsageError("several contexts or rows are planned beside one another", "say how much memory: --fit 8GiB")
+
+
+def _table(
+    planned: MemoryPlan,
+    size: int,
+    context: tuple[int, ...] | None,
+    rows: tuple[int, ...] | None,
+    ratios: str,
+    prices: Path | None,
+) -> Table:
+    from kvad.lab.fit import choices_of, formats_of, offers
+    from kvad.lab.prices import PACKAGED, read_prices
+
+    limit = planned.config.limit
+    try:
+        shares = [float(part) for part in ratios.split(",")]
+    except ValueError:
+        raise UsageError(f"--ratios: cannot read {ratios!r}", "write it like 0.5,0.75") from None
+    if not all(0 < share < 1 for share in shares):
+        raise UsageError(f"--ratios {ratios}: the share that is dropped lies between 0 and 1")
+    for each in (*(context or ()), *(rows or ())):
+        if each < 1:
+            raise UsageError(f"{each} rows, or rows of {each} tokens", "ask for at least 1")
+    some = (limit // 4, limit) if limit >= 256 else (limit,)
+    return offers(
+        planned,
+        size,
+        contexts=context if context is not None else some if rows is None else (),
+        rows=rows or (),
+        choices=choices_of(planned, shares),
+        formats=formats_of(planned),
+        prices=read_prices(PACKAGED if prices is None else prices),
+    )
 
 
 def _check(dtypes: dict[str, str | None], known: Iterable[str]) -> None:

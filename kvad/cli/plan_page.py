@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from kvad.cache.formats import parted
 from kvad.cache.peak import decoder_tokens, encoder_tokens
 from kvad.cache.planning import MemoryPlan
+from kvad.cache.settle import settle
 from kvad.cache.sizing import CacheConfig
 from kvad.cache.weights import num_parameters
 from kvad.cli.common import format_bytes
-from kvad.config import Alibi, ModelConfig, T5Bias
+from kvad.config import Alibi, ModelConfig, T5Bias, mixers
 from kvad.errors import counted
-from kvad.lab.plan import Report
+from kvad.lab.fit import Offer, shortfall
+from kvad.lab.kept import kept, layer_names, stored
+from kvad.lab.plan import Report, layers_of
 
 __all__ = ["asked", "memory_lines", "page"]
+
+PARKED = "in host memory, at most, for each row that gives way to others"
 
 
 def page(report: Report) -> str:
@@ -43,7 +49,9 @@ def asked(plan: MemoryPlan) -> str:
     rows = f"{counted(cache.rows, 'row')} of {counted(cache.capacity, 'token')}"
     source = "" if config.source is None else f", {cache.source_capacity:,} of source each"
     blocks = f"in blocks of {cache.block_size}" if cache.layout == "paged" else "one block each"
-    return f"{rows}{source}, {cache.layout}, {blocks}"
+    policy = "" if cache.policy == "full" else f", under {cache.policy}"
+    ends = ", without an end" if settle(config, cache).endless else ""
+    return f"{rows}{ends}{source}, {cache.layout}, {blocks}{policy}"
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
@@ -51,7 +59,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     pool = [
         ("cache payload", plan.payload, f"{_said(plan.cache)} of the rows asked, exact"),
         *([("cache scales", plan.scales, "scales and zeros of the rows asked, exact")] if plan.scales else []),
-        ("cache columns", plan.columns, "int64 positions of the rows asked, exact"),
+        ("cache columns", plan.columns, f"{_columns(plan)} of the rows asked, exact"),
         ("cache reserved", plan.reserved, f"{_parts(plan)} of 2 more blocks per group, exact"),
     ]
     if not plan.groups:
@@ -63,6 +71,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         ("scratch", plan.scratch, f"at most: {gathered}{_scores(plan)}"),
         ("activations", plan.activations, f"at most: {_step(plan)}"),
         ("total", plan.total, "beside the interpreter and torch"),
+        *([("parked row", plan.parked_row, PARKED)] if plan.parked_row else []),
     ]
     lines = [f"{name:<15}{size:>21,}  {format_bytes(size):>11}   {note}" for name, size, note in table]
     for number in range(len(plan.groups)):
@@ -89,15 +98,14 @@ def _step(plan: MemoryPlan) -> str:
 def _group_lines(plan: MemoryPlan, number: int) -> list[str]:
     each = plan.groups[number]
     group, size, mixer = each.group, each.bytes, each.group.mixer
-    reach = "full attention" if mixer.window is None else f"window {mixer.window:,}"
-    reach = "cross-attention" if mixer.cross else reach
     row = "source" if mixer.cross else "row"
     dims = f"{mixer.head_dim}" if mixer.head_dim == mixer.value_dim else f"{mixer.head_dim} + {mixer.value_dim}"
     heads = f"{counted(mixer.kv_heads, 'key-value head')} of {dims}"
-    layers = counted(len(group.layers), "layer")
     slots = f"{group.blocks_per_row:,} x {counted(group.block_size, 'slot')}"
+    layers = layers_of(plan, each)
     return [
-        f"group {number}: {layers}, {reach}, {heads}",
+        f"group {number}: {layer_names(layers)} ({len(layers)}): {kept(group, mixers(plan.config))}, {stored(group)}",
+        f"  {'' if group.level is None else f'below group {group.level.above}; '}{heads}",
         f"  per token   {_sizes(size.per_token_payload, size.per_token_scales, size.per_token_columns)}",
         f"  per {row:<7} {_sizes(each.row_payload, each.row_scales, each.row_columns)} ({slots})",
         f"  all rows    {_sizes(each.payload, each.scales, each.columns)}, reserved {each.reserved:,}",
@@ -108,8 +116,18 @@ def _sizes(payload: int, scales: int, columns: int) -> str:
     return f"payload {payload:,}, {f'scales {scales:,}, ' if scales else ''}columns {columns:,}"
 
 
+def _columns(plan: MemoryPlan) -> str:
+    groups = [each.group for each in plan.groups]
+    more = [
+        *(["attention per head"] if any(group.scored is not None and group.scored.watch for group in groups) else []),
+        *(["bounds per block"] if any(group.chooses is not None for group in groups) else []),
+        *(["weights of summaries"] if any(group.level and group.level.ratio > 1 for group in groups) else []),
+    ]
+    return ", ".join(["positions, also per head" if any(g.scored for g in groups) else "int64 positions", *more])
+
+
 def _said(cache: CacheConfig) -> str:
-    keys, values = cache.formats
+    keys, values = parted(cache.stored)
     return f"{keys} keys and values" if keys == values else f"{keys} keys and {values} values"
 
 
@@ -131,12 +149,56 @@ def _speed_lines(report: Report) -> list[str]:
 
 def _fit_lines(report: Report) -> list[str]:
     assert report.fit is not None
-    if not report.fits:
-        return [f"in {format_bytes(report.fit)} not even one row of one block fits"]
     cache, config = report.plan.cache, report.plan.config
+    table = report.table
+    if not report.fits and not (table and table.offers):
+        return [f"in {format_bytes(report.fit)} not even one row of one block fits", *_too_large(report, report.fit)]
     sources = "" if config.source is None else f", sources of {counted(cache.source_capacity, 'token')}"
+    first = f"in {format_bytes(report.fit)}, weights and work included{sources}:"
+    if table is None:
+        return [
+            first,
+            f"  {'rows':>6}  {'tokens each':>12}  {'takes':>11}",
+            *(f"  {fit.rows:>6,}  {fit.capacity:>12,}  {format_bytes(fit.bytes):>11}" for fit in report.fits),
+        ]
+    rows = [("rows", "tokens each", "takes", "stored", "policy", "quality"), *map(_offered, table.offers)]
+    stored, policy = (max(len(row[column]) for row in rows) for column in (3, 4))
     return [
-        f"in {format_bytes(report.fit)}, weights and work included{sources}:",
-        f"  {'rows':>6}  {'tokens each':>12}  {'takes':>11}",
-        *(f"  {fit.rows:>6,}  {fit.capacity:>12,}  {format_bytes(fit.bytes):>11}" for fit in report.fits),
+        first,
+        *(f"  {a:>6}  {b:>12}  {c:>11}  {d:<{stored}}  {e:<{policy}}  {f}" for a, b, c, d, e, f in rows),
+        *(["  nothing fits so"] if not table.offers else []),
+        *(f"not for this model: {each}" for each in table.refused),
+        *(f"measured on {each}; another model pays another price" for each in table.sources),
     ]
+
+
+def _offered(offer: Offer) -> tuple[str, ...]:
+    size = format_bytes(offer.bytes)
+    return f"{offer.rows:,}", f"{offer.context:,}", size, offer.stored, offer.policy, _quality(offer)
+
+
+def _quality(offer: Offer) -> str:
+    """Of the models that it was measured on: the first one that has a perplexity, the first that found needles."""
+    if offer.free:
+        return "as computed"
+    times = next((paid.times for paid in offer.paid if paid.times is not None), None)
+    needles = next((paid.recall["single"] for paid in offer.paid if "single" in paid.recall), None)
+    said = [
+        *([f"perplexity x{times:,.3f}"] if times is not None else []),
+        *([f"finds {needles:.0%}"] if needles is not None else []),
+    ]
+    return ", ".join(said) or "not measured"
+
+
+def _too_large(report: Report, fit: int) -> list[str]:
+    short = shortfall(report.plan, fit)
+    if short is None:
+        return ["  a smaller --context, --chunk or --budget leaves more of it to the cache"]
+    missing, dtype, weights = short
+    lines = [f"  the weights alone take {format_bytes(report.plan.weights)}, {format_bytes(missing)} more than that"]
+    if report.plan.weights_dtype in ("bfloat16", "float16"):
+        return [*lines, "  a smaller model would fit: kvad plan --shapes"]
+    if weights <= fit:
+        return [*lines, f"  in {dtype} they take {format_bytes(weights)}: --weights-dtype {dtype}"]
+    missing = weights - fit
+    return [*lines, f"  and in {dtype} still {format_bytes(missing)} more: a smaller model would (kvad plan --shapes)"]

@@ -17,14 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvad.cache.formats import parted
 from kvad.cache.planning import GroupPlan, MemoryPlan, fits, plan_memory, step_bytes
+from kvad.cache.settle import settle
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Fit
 from kvad.cache.weights import num_parameters
 from kvad.checkpoint.folder import CONFIG, MODEL, is_foreign, locate
 from kvad.checkpoint.hub import INDEX, SINGLE, resolve
-from kvad.config import ModelConfig
+from kvad.config import ModelConfig, mixers
 from kvad.errors import ConfigError, UsageError, a
+from kvad.lab.fit import Table, shortfall
 from kvad.lab.headers import stored_dtype
+from kvad.lab.kept import kept
 from kvad.lab.shapes import shape
 from kvad.train.config import RunConfig, read_toml
 
@@ -75,6 +79,7 @@ class Report:
     speeds: tuple[Speed, ...]
     fit: int | None
     fits: tuple[Fit, ...]
+    table: Table | None = None  # of what would fit, where a decoder was asked
 
 
 def read_target(text: str) -> Target:
@@ -180,15 +185,22 @@ def plan_target(
 
 
 def make_report(
-    name: str, plan: MemoryPlan, *, available: int | None, bandwidth: float, measured: bool, fit: int | None = None
+    name: str,
+    plan: MemoryPlan,
+    *,
+    available: int | None,
+    bandwidth: float,
+    measured: bool,
+    fit: int | None = None,
+    table: Table | None = None,
 ) -> Report:
     """Speeds are for one row and for all rows, at the whole context; an encoder decodes nothing."""
     speeds = []
     for rows in sorted({1, plan.cache.rows}) if plan.config.decoder is not None else ():
         read = step_bytes(plan, rows, plan.cache.capacity)
         speeds.append(Speed(rows, plan.cache.capacity, read, rows * bandwidth / read))
-    table = () if fit is None else fits(plan, fit)
-    return Report(name, plan, available, bandwidth, measured, tuple(speeds), fit, table)
+    largest = () if fit is None else fits(plan, fit)
+    return Report(name, plan, available, bandwidth, measured, tuple(speeds), fit, largest, table)
 
 
 def to_json(report: Report) -> Mapping[str, object]:
@@ -202,22 +214,35 @@ def to_json(report: Report) -> Mapping[str, object]:
         "bandwidth": report.bandwidth,
         "bandwidth_measured": report.measured,
         "speeds": report.speeds,
-        "fit": None if report.fit is None else {"bytes": report.fit, "largest": report.fits},
+        "fit": None if report.fit is None else _fit_json(report, report.fit),
     }
 
 
+def _fit_json(report: Report, fit: int) -> Mapping[str, object]:
+    """``largest``: as the cache was asked for; ``table``: what else would fit, and what it costs."""
+    short = shortfall(report.plan, fit)
+    missing = None if short is None else dict(zip(("missing", "dtype", "weights"), short, strict=True))
+    return {"bytes": fit, "largest": report.fits, "table": report.table, "weights_too_large": missing}
+
+
 def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
-    """What was planned, its bytes, and each group's."""
+    """What was planned, its bytes, and each group's; the policy is the one that ``on_full`` takes, where it takes one.
+
+    ``parked_row``: what a row takes in host memory while it has given way to others, 0 where it is computed anew.
+    """
+    settled = settle(plan.config, plan.cache)
     return {
         "weights_dtype": plan.weights_dtype,
         "cache": {
             **{name: getattr(plan.cache, name) for name in ("layout", "dtype", "block_size", "rows", "chunk")},
-            **dict(zip(("keys", "values"), plan.cache.formats, strict=True)),
+            **dict(zip(("keys", "values"), parted(plan.cache.stored), strict=True)),
+            **{name: getattr(settled, name) for name in ("policy", "endless", "rotate", "on_full", "watermark")},
         },
         "context": plan.cache.capacity,
         "source_context": None if plan.config.source is None else plan.cache.source_capacity,
         "budget": plan.budget,
         "bytes": {name: getattr(plan, name) for name in BYTES},
+        "parked_row": plan.parked_row,
         "groups": [_group_json(plan, group) for group in plan.groups],
     }
 
@@ -233,6 +258,10 @@ def _group_json(whole: MemoryPlan, plan: GroupPlan) -> Mapping[str, object]:
     return {
         "cross": group.mixer.cross,
         "layers": layers_of(whole, plan),
+        "kept": kept(group, mixers(whole.config)),
+        "keys": group.keys,
+        "values": group.values,
+        "level": None if group.level is None else group.level._asdict(),
         "window": group.mixer.window,
         "kv_heads": group.mixer.kv_heads,
         "head_dim": group.mixer.head_dim,

@@ -16,32 +16,17 @@ from kvad.cache.policy import Policy
 from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
 from kvad.errors import ConfigError, UsageError, nearest
+from kvad.lab.caches import FORMATS, POLICIES, RATIOS, budget_of
 from kvad.llm import LLM
 from kvad.model.compress import Compressor
 from kvad.own import load_own
 
 __all__ = ["POLICIES", "RATIOS", "Variant", "engine_of", "known_variants", "variants_of"]
 
-RATIOS = (0.25, 0.5, 0.75, 0.875)
-SINKS = 4
-WATCHED = 16  # queries that SnapKV looks at: of a short row its own 32 would be most of the budget
-FORMATS = ("bfloat16", "float16", "fp8-e4m3", "int8", "int4")  # of keys and values; those that the cache knows
 SUMMARIES, LEARNED = "summaries", "learned"  # of older tokens: their means, or what a compressor makes of them
 RATIO = 8  # tokens of a summary, where no compressor says
 
 Fields = Callable[[int, int], Mapping[str, Any]]  # (tokens of a row, of a step) -> fields of a CacheConfig
-
-# What stands in CacheConfig.policy for a budget of n tokens, where a policy that ranks cuts every so many.
-POLICIES: dict[str, Callable[[int, int], str]] = {
-    "window": lambda n, every: f"window({n})",
-    "sinks": lambda n, every: f"sinks({SINKS}, {max(1, n - SINKS)})",
-    "truncate": lambda n, every: f"truncate({n}, block=1)",
-    "heavy-hitters": lambda n, every: f"heavy-hitters({n}, every={every})",
-    "snapkv": lambda n, every: f"snapkv({n}, every={every}, window={min(WATCHED, every, n)})",
-    "tova": lambda n, every: f"tova({n}, every={every})",
-    "norm": lambda n, every: f"norm({n}, every={every})",
-    "random": lambda n, every: f"random({n}, every={every})",
-}
 
 
 @dataclass(frozen=True)
@@ -61,10 +46,6 @@ class Variant:
     @property
     def label(self) -> str:
         return self.name if not self.ratio else f"{self.name} {self.ratio:g}"
-
-
-def budget_of(ratio: float, length: int) -> int:
-    return max(1, round((1 - ratio) * length))
 
 
 def known_variants() -> list[str]:

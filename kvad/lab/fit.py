@@ -1,0 +1,196 @@
+"""What could I run in so much memory?  Contexts x rows x formats x policies, each planned to the byte, with its price.
+
+Every line is a whole plan (weights, pool and the largest step's work) that stays within the memory asked for: for a
+context the most rows, for a number of rows the longest context, found by bisection over ``cache/planning.py``.  What a
+line costs in quality is what was measured (``prices.py``), or nothing is said.  No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvad.cache.formats import FORMATS, parted
+from kvad.cache.named import parse_policy
+from kvad.cache.planning import MemoryPlan, largest, planned_total
+from kvad.cache.policy import Scored, Sinks, Truncate, Window
+from kvad.cache.settle import settle
+from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS
+from kvad.cache.weights import weight_bytes
+from kvad.errors import ConfigError
+from kvad.lab.caches import POLICIES, budget_of
+from kvad.lab.prices import Measured, find_prices
+
+__all__ = ["Choice", "Offer", "Paid", "Table", "choices_of", "formats_of", "offers", "shortfall"]
+
+FAMILIES = ("sinks", "heavy-hitters", "snapkv")
+EVERY = 64  # tokens between two cuts, as the policies have it by default
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy as it was written, or a family of :data:`~kvad.lab.caches.POLICIES` that drops ``ratio`` of a row."""
+
+    name: str
+    ratio: float | None = None
+
+    def policy(self, context: int) -> str:
+        if self.ratio is None:
+            return self.name
+        budget = budget_of(self.ratio, context)
+        return POLICIES[self.name](budget, min(EVERY, budget))
+
+
+@dataclass(frozen=True)
+class Paid:
+    """A price and where it was measured."""
+
+    model: str
+    commit: str
+    times: float | None
+    kl: float | None
+    recall: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """``rows`` rows of ``context`` tokens, stored as ``stored`` under ``policy``, take ``bytes`` bytes with the
+    weights.  ``free``: nothing is dropped and nothing is rounded further than the model computes; ``paid``: what was
+    measured of it, ``()`` for nothing."""
+
+    rows: int
+    context: int
+    bytes: int
+    stored: str
+    policy: str
+    ratio: float | None
+    free: bool
+    paid: tuple[Paid, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """``refused``: caches that this model cannot have, and why; ``sources``: of the prices."""
+
+    offers: tuple[Offer, ...]
+    refused: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+def choices_of(plan: MemoryPlan, ratios: Sequence[float]) -> tuple[Choice, ...]:
+    """Everything; and beside it the policy asked for, or some that drop so much of a row."""
+    settled = settle(plan.config, plan.cache)
+    if settled.outgrown or plan.cache.on_full != settled.on_full:
+        return (Choice(plan.cache.policy),)  # rows that go on do so under one policy
+    if plan.cache.policy != "full":
+        return (Choice("full"), Choice(plan.cache.policy))
+    return (Choice("full"), *(Choice(name, ratio) for ratio in ratios for name in FAMILIES))
+
+
+def formats_of(plan: MemoryPlan) -> tuple[str, ...]:
+    """The format asked for; where that is the weights' own, the packed ones beside it."""
+    asked = plan.cache.stored
+    more = ("bfloat16", "int8", "int4") if asked == "float32" else ("int8", "int4")
+    return (asked,) if asked != plan.weights_dtype else (asked, *more)
+
+
+def offers(
+    plan: MemoryPlan,
+    memory: int,
+    *,
+    contexts: Sequence[int],
+    rows: Sequence[int],
+    choices: Sequence[Choice],
+    formats: Sequence[str],
+    prices: Sequence[Measured],
+) -> Table:
+    """For each context the most rows, for each number of rows the longest context; what does not fit has no line."""
+    found, refused = list[Offer](), dict[str, None]()
+    for asked in (*((context, None) for context in contexts), *((None, each) for each in rows)):
+        for choice in choices:
+            for form in formats:
+                try:
+                    found.extend(_offer(plan, memory, asked, choice, form, prices))
+                except ConfigError as error:
+                    refused[f"{form}, {choice.name}: {error.message}"] = None
+    used = {(paid.model, paid.commit) for offer in found for paid in offer.paid}
+    sources = [each.source for each in prices if (each.model, each.commit) in used]
+    return Table(tuple(found), tuple(refused), tuple(sources))
+
+
+def _offer(
+    plan: MemoryPlan,
+    memory: int,
+    asked: tuple[int | None, int | None],
+    choice: Choice,
+    form: str,
+    prices: Sequence[Measured],
+) -> Iterator[Offer]:
+    keys, values = parted(form)
+
+    def total(rows: int, context: int) -> int:
+        policy = choice.policy(context)
+        stored = {} if form == plan.cache.stored else {"keys": keys, "values": values}
+        cache = replace(plan.cache, rows=rows, capacity=context, policy=policy, blocks=None, **stored)  # type: ignore[arg-type]
+        return planned_total(plan, cache)
+
+    context, rows = asked
+    if context is not None:
+        rows = largest(MOST_ROWS, lambda n: total(n, context) <= memory)
+    else:
+        assert rows is not None
+        whole, unit = plan.config.limit, min(plan.cache.block_size, plan.config.limit)
+        count = rows
+        context = whole
+        if total(count, whole) > memory:
+            context = unit * largest(whole // unit, lambda n: total(count, unit * n) <= memory)
+    if rows and context:
+        policy = replace(plan.cache, policy=choice.policy(context), capacity=context).policy
+        free = _name(choice, context)[0] == "full" and _exact(form, plan.weights_dtype)
+        paid = () if free else _paid(plan, choice, form, context, prices)
+        yield Offer(rows, context, total(rows, context), form, policy, choice.ratio, free, paid)
+
+
+def _exact(form: str, computed: str) -> bool:
+    return all(
+        FORMATS[name].loss != "lossy" and FORMATS[name].bits >= 8 * DTYPE_BYTES[computed] for name in parted(form)
+    )
+
+
+def _paid(plan: MemoryPlan, choice: Choice, form: str, context: int, prices: Sequence[Measured]) -> tuple[Paid, ...]:
+    """Formats and policies were measured one at a time: what is under both has no price."""
+    name, ratio = _name(choice, context)
+    if name == "full":
+        found = find_prices(prices, form, 0.0)
+    elif _exact(form, plan.weights_dtype):
+        found = find_prices(prices, name, ratio)
+    else:
+        return ()
+    return tuple(Paid(each.model, each.commit, price.times, price.kl, price.recall) for each, price in found)
+
+
+def _name(choice: Choice, context: int) -> tuple[str, float]:
+    """What a choice is called in a bench, and which share of a row it drops.
+
+    sinks(4, 1020), 4,096 tokens  ->  "sinks", 0.75
+    """
+    if choice.ratio is not None:
+        return choice.name, choice.ratio
+    policy = parse_policy(choice.name)
+    if isinstance(policy, Sinks):
+        stay = policy.sinks + policy.window
+    elif isinstance(policy, Window | Truncate):
+        stay = policy.size
+    elif isinstance(policy, Scored):
+        stay = policy.budget
+    else:
+        return str(policy), 0.0
+    return (policy.name, 1 - stay / context) if stay < context else ("full", 0.0)
+
+
+def shortfall(plan: MemoryPlan, memory: int) -> tuple[int, str, int] | None:
+    """Where the weights alone are too large: by how many bytes, the smallest dtype that they could have, and what they
+    take then.  None where they are not."""
+    if plan.weights <= memory:
+        return None
+    return plan.weights - memory, "bfloat16", weight_bytes(plan.config, "bfloat16")
