@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kvad.cache.memory import Memory
 from kvad.cache.sizing import CacheConfig
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import distance_bias
 from kvad.step import Lane, Rotary, Score, Step
@@ -57,6 +59,8 @@ class ByHand:
     def __init__(self, layers: int, kv_heads: int, rotate: str) -> None:
         self.heads: list[list[list[Item]]] = [[[] for _ in range(kv_heads)] for _ in range(layers)]
         self.rotate, self.edits = rotate, 0
+        self.shares: dict[tuple[int, int], list[list[float]]] = {}  # by layer and query head: each query's weights
+        self.keys: dict[tuple[int, int], list[Tensor]] = {}  # by layer and kv head, turned
 
     def open(self, step: Step) -> list[HandView]:
         assert len(step.tokens) == 1
@@ -87,6 +91,8 @@ class HandView:
                     logits = logits + distance_bias(score.bias, torch.tensor([[now]]), places)[0, query, 0]
                 logits = logits + torch.tensor([item.weight for item in items], dtype=torch.float64)
                 shares = logits.softmax(-1)
+                self.memory.shares.setdefault((self.layer, query), []).append(shares.tolist())
+                self.memory.keys[self.layer, head] = keys
                 for item, share in zip(items, shares.tolist(), strict=True):
                     item.mass += share
                 out.append(shares @ torch.stack([item.value for item in items]))
@@ -195,3 +201,79 @@ def test_a_cut_by_other_ranks_would_be_another(monkeypatch: pytest.MonkeyPatch) 
     real = HeavyHitters.rank
     monkeypatch.setattr(HeavyHitters, "rank", lambda self, seen: -real(self, seen))
     assert wrong_by(Hitters, "rope", "write", 64, monkeypatch) > 1e-3
+
+
+# ---------------------------------------------------------------- what a real run's first cut leaves
+
+
+class Untouched(ByHand):
+    def edited(self, items: list[Item], now: int) -> list[Item]:
+        return items
+
+
+LENGTH, KV_HEADS, GROUP = 24, 3, 2
+
+
+def weights_of(memory: ByHand, layer: int, head: int) -> list[list[float]]:
+    """[L][L]: the attention of each query, summed over the heads that read this one's keys."""
+    queries = range(head * GROUP, (head + 1) * GROUP)
+    rows = [[0.0] * LENGTH for _ in range(LENGTH)]
+    for query in queries:
+        for at, shares in enumerate(memory.shares[layer, query]):
+            for key, share in enumerate(shares):
+                rows[at][key] += share
+    return rows
+
+
+def by_definition(policy: str, memory: ByHand, layer: int, head: int) -> list[int]:
+    """The 10 positions that stay of 24, as the papers say."""
+    name = policy.partition("(")[0]
+    ranks = [0.0] * LENGTH
+    weights = weights_of(memory, layer, head)
+    always: set[int] = set()
+    if name == "heavy-hitters":  # Zhang et al.: all that a token got; half of the budget is recent
+        ranks, always = [sum(row[key] for row in weights) for key in range(LENGTH)], set(range(LENGTH - 5, LENGTH))
+    elif name == "snapkv":  # Li et al.: the last 4 queries, averaged over 3 neighbours; these 4 stay
+        got = [sum(row[key] for row in weights[-4:]) for key in range(LENGTH - 4)]
+        ranks = [sum(got[max(0, key - 1) : key + 2]) / 3 for key in range(LENGTH - 4)] + [0.0] * 4
+        always = set(range(LENGTH - 4, LENGTH))
+    elif name == "tova":  # Oren et al.: the last query, over all heads of the layer
+        ranks = [sum(weights_of(memory, layer, each)[-1][key] for each in range(KV_HEADS)) for key in range(LENGTH)]
+        always = {LENGTH - 1}
+    elif name == "norm":  # Devoto et al.: short keys
+        ranks = [-float(key.norm()) for key in memory.keys[layer, head]]
+    order = sorted(range(LENGTH), key=lambda key: (key not in always, -ranks[key]))
+    return sorted(order[:10])
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize("position", ["rope", "t5"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "heavy-hitters(10, every=24)",
+        "snapkv(10, every=24, window=4, kernel=3)",
+        "tova(10, every=24)",
+        "norm(10, every=24, recent=0)",
+    ],
+)
+def test_the_first_cut_of_a_run_leaves_what_the_definition_says(policy: str, position: str, chunk: int) -> None:
+    model = build(model_config(position, "pre", "gqa"))
+    tokens = text(LENGTH + 1, 5)
+    memory = Untouched(2, KV_HEADS, "write")
+    with torch.inference_mode():
+        for at, token in enumerate(tokens[:LENGTH]):
+            model(Step(torch.tensor([token]), torch.tensor([at]), (Lane(1, 1, 1),), torch.tensor([0])), memory)  # type: ignore[arg-type]
+    cache = CacheConfig(dtype="float64", block_size=4, rows=1, capacity=96, chunk=chunk, policy=policy)
+    engine = Engine(model, cache)
+    engine.submit(tokens, Sampling(max_tokens=4, temperature=0, ignore_eos=True))
+    while engine.ledger.stats().used[0] == 0 or engine.ledger.length(0) <= LENGTH:
+        engine.step()
+    seat = engine.ledger._seats[0]
+    assert seat is not None
+    blocks = seat.holds[0].blocks
+    for layer in range(2):
+        for head in range(KV_HEADS):
+            held = engine.memory.columns[layer].positions[blocks, head].flatten().tolist()
+            assert held[:10] == by_definition(policy, memory, layer, head), (layer, head)
+            assert held[10] == LENGTH  # what came next lies behind them
