@@ -85,9 +85,10 @@ def rotates(config: ModelConfig) -> bool:
 
 
 def first_cut(placed: Sequence[Group]) -> int | None:
-    """The length at which a row first loses something; None where no policy ranks or summarises."""
+    """The length at which a row first loses something; None where no policy ranks, summarises or chooses."""
     cuts = [policy.cut_after(0) for group in placed for policy in (group.scored, group.levels) if policy is not None]
-    return min(cuts, default=None)
+    read = [(group.chooses.budget, group.block_size) for group in placed if group.chooses is not None]
+    return min([*cuts, *(-(-budget // size) * size for budget, size in read)], default=None)
 
 
 # ---------------------------------------------------------------- one of each kind
@@ -116,6 +117,7 @@ SIZED: dict[str, Callable[[int, int], str]] = {
     "norm": _ranked("norm"),
     "random": _ranked("random"),
     "hierarchy": _hierarchy,
+    "quest": lambda kept, block: f"quest({max(kept, block)})",
 }
 
 

@@ -136,7 +136,8 @@ def _offer(
 
     context, rows = asked
     if context is not None:
-        rows = largest(MOST_ROWS, lambda n: total(n, context) <= memory)
+        length = context
+        rows = largest(MOST_ROWS, lambda n: total(n, length) <= memory)
     else:
         assert rows is not None
         whole, unit = plan.config.limit, min(plan.cache.block_size, plan.config.limit)

@@ -546,6 +546,6 @@ def test_results_are_plain_values() -> None:
 def test_every_sampling_field_is_known_to_these_tests() -> None:
     """A new field must be applied here, or named among those that others apply."""
     tested = {key for use in USES for key in use} | {"seed", "logprobs", "forced_first", "forced_last", "beams"}
-    elsewhere = {"max_tokens", "stop", "stop_tokens", "ignore_eos", "n", "prompt_logprobs"}
+    elsewhere = {"max_tokens", "stop", "stop_tokens", "ignore_eos", "n", "prompt_logprobs", "on_full"}
     elsewhere |= {"length_penalty", "length_form", "early_stopping", "patience"}  # test_beams.py
     assert {f.name for f in dataclasses.fields(Sampling)} == tested | elsewhere

@@ -36,7 +36,7 @@ LAYOUTS = tuple(itertools.product(("paged", "contiguous"), ("write", "read")))
 LENGTHS, NEW, BLOCK = (22, 3, 13), 6, 4
 LONGEST = max(LENGTHS) + NEW
 
-Said = dict[str, Any]  # {"structure": ..., "loss": ...} or {"refused": "..."}
+Said = dict[str, Any]  # {"structure": ..., "loss": ...}, {"judge": "own", "structure": ...} or {"refused": "..."}
 
 
 def key(*parts: str) -> str:
@@ -58,8 +58,11 @@ def ask(table: str, cell: tuple[str, ...]) -> Said:
     if table == "product":
         topology, encoding, policy, form = cell
         layout, rotate = LAYOUTS[sum(map(len, cell)) % len(LAYOUTS)]
-        paged = layout == "paged" or policy == "hierarchy"
-        return measure(topology, encoding, made(policy, form, layout="paged" if paged else layout, rotate=rotate))
+        if policy in ("hierarchy", "quest") or form.endswith("-channel"):  # they want blocks
+            layout = "paged"
+        if policy == "quest":  # and keys as queries see them
+            rotate = "write"
+        return measure(topology, encoding, made(policy, form, layout=layout, rotate=rotate))
     if table == "layouts":
         policy, layout, rotate, encoding = cell
         return measure("decoder", encoding, made(policy, "float64", layout=layout, rotate=rotate))
@@ -68,11 +71,15 @@ def ask(table: str, cell: tuple[str, ...]) -> Said:
 
 
 def made(policy: str, form: str, **fields: Any) -> dict[str, Any]:
-    """The fields of a CacheConfig: it may be refused.  A format for keys alone has its sibling for the values."""
+    """The fields of a CacheConfig: it may be refused.  A format for keys alone has its sibling for the values; under
+    ``full`` it is the hierarchy that such keys are kept in, in steps that fit these rows."""
+    stored, said = {"keys": form, "values": form.removesuffix("-channel")}, sized(policy, LONGEST, BLOCK)
+    if policy == "full" and form.endswith("-channel"):
+        said = f"hierarchy({BLOCK}, keys={form}, values={stored['values']}, every={2 * BLOCK})"
+        stored = {"dtype": "float64"}
     return {
-        "keys": form,
-        "values": form.removesuffix("-channel"),
-        "policy": sized(policy, LONGEST, BLOCK),
+        **stored,
+        "policy": said,
         "block_size": BLOCK,
         "rows": len(LENGTHS),
         "capacity": 48,
@@ -99,7 +106,7 @@ def measure(topology: str, encoding: str, fields: dict[str, Any]) -> Said:
     model, streams = build(config), rows(topology, endless=cache.endless)
     run = drive(model, cache, streams)
     if first_cut(placed) is not None:
-        return {"structure": alone(model, cache, streams, run.logits)}
+        return {"judge": "own", "structure": alone(model, cache, streams, run.logits)}
     said = {"structure": worst(model, streams, run, cache, cache.formats)}
     if cache.formats != ("float64", "float64"):
         said["loss"] = worst(model, streams, run, cache)
