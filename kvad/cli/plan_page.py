@@ -90,7 +90,7 @@ def _step(plan: MemoryPlan) -> str:
     read = f"{encoder_tokens(config, cache, plan.budget):,}"
     if config.decoder is None:
         return f"a step of {counted(encoder_tokens(config, cache, plan.budget), 'token')} of texts"
-    tokens = counted(decoder_tokens(cache, plan.budget), "new token")
+    tokens = counted(decoder_tokens(cache, plan.budget, [each.group for each in plan.groups]), "new token")
     logits = f"{tokens}, {counted(cache.rows, 'row')} of logits"
     return f"a step of {logits}" if config.encoder is None else f"{logits}; or {read} of source"
 

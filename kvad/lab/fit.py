@@ -42,6 +42,13 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """So many rows are asked for, of the longest context; a number alone is a context, of the most rows."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class Paid:
     """A price and where it was measured."""
 
@@ -106,7 +113,8 @@ def offers(
 ) -> Table:
     """For each context the most rows, for each number of rows the longest context; what does not fit has no line."""
     found, refused = list[Offer](), dict[str, None]()
-    for asked in (*((context, None) for context in contexts), *((None, each) for each in rows)):
+    wanted: list[int | Rows] = [*contexts, *(Rows(each) for each in rows)]
+    for asked in wanted:
         for choice in choices:
             for form in formats:
                 try:
@@ -121,7 +129,7 @@ def offers(
 def _offer(
     plan: MemoryPlan,
     memory: int,
-    asked: tuple[int | None, int | None],
+    asked: int | Rows,
     choice: Choice,
     form: str,
     prices: Sequence[Measured],
@@ -134,16 +142,14 @@ def _offer(
         cache = replace(plan.cache, rows=rows, capacity=context, policy=policy, blocks=None, **stored)  # type: ignore[arg-type]
         return planned_total(plan, cache)
 
-    context, rows = asked
-    if context is not None:
-        rows = largest(MOST_ROWS, lambda n: total(n, context) <= memory)
+    if isinstance(asked, Rows):
+        rows, context = asked.count, plan.config.limit
+        unit = min(plan.cache.block_size, context)
+        if total(rows, context) > memory:
+            context = unit * largest(context // unit, lambda n: total(asked.count, unit * n) <= memory)
     else:
-        assert rows is not None
-        whole, unit = plan.config.limit, min(plan.cache.block_size, plan.config.limit)
-        count = rows
-        context = whole
-        if total(count, whole) > memory:
-            context = unit * largest(whole // unit, lambda n: total(count, unit * n) <= memory)
+        context = asked
+        rows = largest(MOST_ROWS, lambda n: total(n, context) <= memory)
     if rows and context:
         policy = replace(plan.cache, policy=choice.policy(context), capacity=context).policy
         free = _name(choice, context)[0] == "full" and _exact(form, plan.weights_dtype)
