@@ -53,7 +53,7 @@ class Paid:
     """A price and where it was measured."""
 
     model: str
-    commit: str
+    digest: str
     times: float | None
     kl: float | None
     recall: Mapping[str, float]
@@ -74,10 +74,20 @@ class Offer:
     free: bool
     paid: tuple[Paid, ...]
 
+    @property
+    def perplexity(self) -> Paid | None:
+        """Of the first model that has one."""
+        return next((paid for paid in self.paid if paid.times is not None), None)
+
+    @property
+    def needle(self) -> Paid | None:
+        """Of the first model whose full cache finds it."""
+        return next((paid for paid in self.paid if "single" in paid.recall), None)
+
 
 @dataclass(frozen=True)
 class Table:
-    """``refused``: caches that this model cannot have, and why; ``sources``: of the prices."""
+    """``refused``: caches that this model cannot have, and why; ``sources``: where prices were measured."""
 
     offers: tuple[Offer, ...]
     refused: tuple[str, ...]
@@ -121,8 +131,13 @@ def offers(
                     found.extend(_offer(plan, memory, asked, choice, form, prices))
                 except ConfigError as error:
                     refused[f"{form}, {choice.name}: {error.message}"] = None
-    used = {(paid.model, paid.commit) for offer in found for paid in offer.paid}
-    sources = [each.source for each in prices if (each.model, each.commit) in used]
+    said = (("perplexity", [offer.perplexity for offer in found]), ("finds", [offer.needle for offer in found]))
+    sources = [
+        f"{what}: {each.source}"
+        for what, paid in said
+        for each in prices
+        if any(one is not None and (one.model, one.digest) == (each.model, each.digest) for one in paid)
+    ]
     return Table(tuple(found), tuple(refused), tuple(sources))
 
 
@@ -172,7 +187,7 @@ def _paid(plan: MemoryPlan, choice: Choice, form: str, context: int, prices: Seq
         found = find_prices(prices, name, ratio)
     else:
         return ()
-    return tuple(Paid(each.model, each.commit, price.times, price.kl, price.recall) for each, price in found)
+    return tuple(Paid(each.model, each.digest, price.times, price.kl, price.recall) for each, price in found)
 
 
 def _name(choice: Choice, context: int) -> tuple[str, float]:
