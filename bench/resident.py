@@ -1,6 +1,7 @@
 """Resident memory of generation against ``kvad plan``, as one line of JSON.
 
     python bench/resident.py [--rows 8] [--context 4096] [--layout paged|contiguous] [--dtype float32] [--chunk 512]
+                             [--policy "sinks(4, 2044)"]
 
 The baseline is this process after one warm step with a minimal pool.  Then an engine with a pool of at least 1 GiB
 fills every row to its last token, so that every block is touched.  All numbers are above the baseline:
@@ -112,6 +113,7 @@ def report(asked: CacheConfig, plan: MemoryPlan, resident: int, between: int, pe
         "bench": "resident",
         "layout": asked.layout,
         "dtype": asked.dtype,
+        "policy": asked.policy,
         "rows": asked.rows,
         "context": asked.capacity,
         "chunk": asked.chunk,
@@ -139,9 +141,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--new", type=int, default=16, help="generated tokens of each row")
+    parser.add_argument("--policy", default="full")
     args = parser.parse_args(argv)
     asked = CacheConfig(
-        layout=args.layout, dtype=args.dtype, rows=args.rows, capacity=args.context, chunk=args.chunk, prefix=False
+        layout=args.layout,
+        dtype=args.dtype,
+        rows=args.rows,
+        capacity=args.context,
+        chunk=args.chunk,
+        prefix=False,
+        policy=args.policy,
     )
     result = measure(asked, args.new)
     print(json.dumps(result))

@@ -10,24 +10,7 @@ They are seen in a process's peak, not in what it holds between two steps.  A te
 really makes.  Letters as in ``step.py``; ``c`` is the bytes of a computed value, ``e`` of a cached one with its
 share of scales, F an MLP's hidden width; rows, T and S of the step, or of the source that is attended to.
 
-scratch, for one layer at a time (``cache/layout.py``, ``ops/attend.py``):
-
-    gather   rows S K (D + Dv) e      keys and values of the blocks of all rows, side by side; nothing where a single
-                                      contiguous row is read where it lies, or in an encoder, which reads what it made
-    widen    rows S K D c             where the format of the keys is not the computed dtype; of the values, Dv
-             rows S K D 3             bits moved into place, where it is a packed one
-             rows S K D 4             and float32 on its way to half precision
-             rows S K (D + Dv) 4      where half precision meets a kernel that computes in float32
-    encode   13 T K D                 new keys in float32, where their format is a packed one; of the values, Dv
-    mask     12 M                     M = min(T S, max(MASK_BUDGET, rows S)) pairs made at a time
-    scores   4 * 4 Q (8 in float64)   Q = min(H T S, max(SCORE_BUDGET, H rows S)): only with softcap, sink logits,
-                                      biases or values of another width, or in float16; else the fused kernel makes none
-             48 Q / H                 distances and buckets of a T5 bias
-
-and kept until the step ends, for each group of layers that share masks:
-
-             T S + 8 rows S           booleans (small masks only), positions
-             c H T S                  for each table of biases or slopes (4 bytes of these), where it is small
+scratch: ``cache/scratch.py``, for one layer at a time.
 
 activations, the largest of these moments, W the width of what a head's matrix reads:
 
@@ -42,14 +25,14 @@ activations, the largest of these moments, W the width of what a head's matrix r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from kvad.cache.formats import find_format
+from kvad.cache.scratch import ENCODED, MASK_BUDGET, SCORE_BUDGET, Read, scratch_bytes, stored_bytes
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Group
 from kvad.config import (
-    Alibi,
     Attention,
     Classes,
     Experts,
@@ -68,10 +51,6 @@ from kvad.config import (
 
 __all__ = ["MASK_BUDGET", "SCORE_BUDGET", "Peak", "decoder_tokens", "encoder_tokens", "peak", "source_length"]
 
-MASK_BUDGET = 1 << 22  # ops/attend.py's, which imports torch; a test holds them equal
-SCORE_BUDGET = 1 << 24
-ENCODED = 13  # bytes of a number while it is encoded: three float32 and what is stored
-
 
 class Peak(NamedTuple):
     """Bytes, at most."""
@@ -84,20 +63,21 @@ def peak(config: ModelConfig, cache: CacheConfig, groups: Sequence[Group], compu
     """Of the largest step; ``computed``: the dtype that the model computes in."""
     scratch = activations = 0
     if config.decoder is not None:
-        tokens = decoder_tokens(cache, budget)
-        scratch = _of(list(_decoder_reads(config.decoder, cache, groups, tokens)), cache, computed)
+        tokens = decoder_tokens(cache, budget, groups)
+        scratch = scratch_bytes(list(_decoder_reads(config.decoder, cache, groups, tokens)), computed)
         activations = _decoding(config, config.decoder, cache, tokens, DTYPE_BYTES[computed])
     if config.encoder is not None:
         tokens = encoder_tokens(config, cache, budget)
         reads = list(_encoder_reads(config, config.encoder, cache, tokens))
-        scratch = max(scratch, _of(reads, cache, computed))
+        scratch = max(scratch, scratch_bytes(reads, computed))
         activations = max(activations, _encoding(config, config.encoder, cache, tokens, DTYPE_BYTES[computed]))
     return Peak(scratch, activations)
 
 
-def decoder_tokens(cache: CacheConfig, budget: int) -> int:
-    """New tokens of a decoder's step, at most."""
-    return min(budget, cache.rows * min(cache.chunk, cache.capacity))
+def decoder_tokens(cache: CacheConfig, budget: int, groups: Sequence[Group]) -> int:
+    """New tokens of a decoder's step, at most.  Rows that descend end their chunks where they do."""
+    chunk = min([cache.chunk, cache.capacity, *(group.levels.every for group in groups if group.levels is not None)])
+    return min(budget, cache.rows * chunk)
 
 
 def source_length(config: ModelConfig, cache: CacheConfig) -> int:
@@ -116,39 +96,25 @@ def encoder_tokens(config: ModelConfig, cache: CacheConfig, budget: int) -> int:
 # ---------------------------------------------------------------- scratch
 
 
-@dataclass(frozen=True)
-class _Read:
-    """Layers that share masks, in one step: ``tokens`` queries of ``rows`` rows, each of ``slots`` keys.
-
-    ``mixers`` by what their biases are shared under; ``spec``: (K, D, Dv) of the keys and values; ``keys``: how many of
-    them; ``gathered``: they lie in a pool, and are copied out of it.
-    """
-
-    mixers: Mapping[str, Attention]
-    spec: tuple[int, int, int]
-    tokens: int
-    rows: int
-    slots: int
-    keys: int
-    gathered: bool = False
-    pooled: bool = False
-
-    @property
-    def values(self) -> int:
-        kv_heads, dim, value_dim = self.spec
-        return self.keys * kv_heads * (dim + value_dim)
-
-
-def _decoder_reads(stack: Stack, cache: CacheConfig, groups: Sequence[Group], tokens: int) -> Iterator[_Read]:
-    for group in groups:
+def _decoder_reads(stack: Stack, cache: CacheConfig, groups: Sequence[Group], tokens: int) -> Iterator[Read]:
+    below: dict[int, list[Read]] = {}
+    reads: list[tuple[int, Read]] = []
+    for number, group in enumerate(groups):
         mixers = dict(_named(stack, index) for index in group.layers)
         slots = group.blocks_per_row * group.block_size
         spec = (group.mixer.kv_heads, group.mixer.head_dim, group.mixer.value_dim)
-        in_place = cache.layout == "contiguous" and cache.rows == 1
-        yield _Read(mixers, spec, tokens, cache.rows, slots, cache.rows * slots, not in_place, pooled=True)
+        copied = not (cache.layout == "contiguous" and cache.rows == 1)
+        unrotated = cache.rotate == "read" and any(isinstance(mixer.position, Rope) for mixer in mixers.values())
+        read = Read(mixers, spec, tokens, cache.rows, slots, cache.rows * slots, group, copied, unrotated)
+        if group.level is not None:
+            below.setdefault(group.level.of, []).append(read)
+        else:
+            reads.append((number, read))
+    for number, read in reads:
+        yield replace(read, below=tuple(below.get(number, ())))
 
 
-def _encoder_reads(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int) -> Iterator[_Read]:
+def _encoder_reads(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int) -> Iterator[Read]:
     specs = encoder_mixers(config)
     reaches: dict[tuple[bool, int | None], list[int]] = {}
     for index, spec in enumerate(specs):
@@ -157,7 +123,7 @@ def _encoder_reads(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens
         widest = max((specs[index] for index in layers), key=lambda s: s.kv_heads * (s.head_dim + s.value_dim))
         mixers = dict(_named(stack, index) for index in layers)
         shape = (widest.kv_heads, widest.head_dim, widest.value_dim)
-        yield _Read(mixers, shape, tokens, cache.rows, source_length(config, cache), tokens)
+        yield Read(mixers, shape, tokens, cache.rows, source_length(config, cache), tokens)
 
 
 def _named(stack: Stack, index: int) -> tuple[str, Attention]:
@@ -169,64 +135,6 @@ def _named(stack: Stack, index: int) -> tuple[str, Attention]:
     mixer = stack.layer(index).mixer
     alone = isinstance(mixer.position, T5Bias) and not mixer.position.shared
     return (f"{index}" if alone else stack.kind_of(index)), mixer
-
-
-def _of(reads: Sequence[_Read], cache: CacheConfig, computed: str) -> int:
-    kept = sum(_kept(read, DTYPE_BYTES[computed]) for read in reads)
-    return kept + max((_scratch(read, cache, computed) for read in reads), default=0)
-
-
-def _kept(read: _Read, size: int) -> int:
-    """Masks, positions and biases that live as long as the step."""
-    pairs, most = read.tokens * read.slots, min(read.tokens, read.rows) * MASK_BUDGET
-    kept = min(pairs, most) + 8 * read.rows * read.slots
-    for mixer in read.mixers.values():
-        if isinstance(mixer.position, (Alibi, T5Bias)):
-            width = size if isinstance(mixer.position, T5Bias) else 4
-            kept += width * min(mixer.heads * pairs, most)
-    return kept
-
-
-def _scratch(read: _Read, cache: CacheConfig, computed: str) -> int:
-    size = DTYPE_BYTES[computed]
-    scratch = read.keys * read.spec[0] * _stored(cache, *read.spec[1:]) if read.gathered else 0
-    if read.pooled:
-        sides = zip(cache.formats, read.spec[1:], strict=True)
-        scratch += sum(_decoded(read, name, dim, computed) for name, dim in sides)
-    scratch += 12 * min(read.tokens * read.slots, max(MASK_BUDGET, read.rows * read.slots))
-    unfused = [mixer for mixer in read.mixers.values() if _makes_scores(mixer, read.spec, computed)]
-    if unfused:
-        heads = max(mixer.heads for mixer in unfused)
-        made = min(heads * read.tokens * read.slots, max(SCORE_BUDGET, heads * read.rows * read.slots))
-        scratch += 4 * max(4, size) * made
-        scratch += read.values * 4 if size == 2 else 0
-        if any(isinstance(mixer.position, T5Bias) for mixer in unfused):
-            scratch += 48 * made // min(mixer.heads for mixer in unfused)
-    return scratch
-
-
-def _stored(cache: CacheConfig, dim: int, value_dim: int) -> int:
-    """Bytes of a slot of one head, with its share of what belongs to a block."""
-    keys, values = cache.formats
-    arrays = (*find_format(keys).arrays(dim), *find_format(values).arrays(value_dim))
-    shared = sum(array.nbytes for array in arrays if array.grain == "block")
-    return sum(array.nbytes for array in arrays if array.grain == "slot") + -(-shared // cache.block_size)
-
-
-def _decoded(read: _Read, name: str, dim: int, computed: str) -> int:
-    """What comes of keys or values of ``dim`` numbers while they are decoded, and while new ones are encoded."""
-    if name == computed:
-        return 0
-    count, size = read.keys * read.spec[0] * dim, DTYPE_BYTES[computed]
-    if find_format(name).kind == "plain":
-        return count * size
-    return count * (size + 3 + (4 if size == 2 else 0)) + ENCODED * read.tokens * read.spec[0] * dim
-
-
-def _makes_scores(mixer: Attention, spec: tuple[int, int, int], computed: str) -> bool:
-    """Whether attention holds a matrix of scores: not in the fused kernel without biases."""
-    plain = (mixer.position is None or isinstance(mixer.position, Rope)) and spec[1] == spec[2]
-    return not plain or mixer.softcap is not None or mixer.sinks or computed == "float16"
 
 
 # ---------------------------------------------------------------- activations
@@ -247,7 +155,7 @@ def _encoding(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int
         assert layer.cross is not None, "each layer of an encoder-decoder attends to the source"
         dim, kv_heads = head_dim(config, layer.cross), layer.cross.kv_heads or layer.cross.heads
         values = kv_heads * (dim + (layer.cross.value_dim or dim))
-        stored = kv_heads * _stored(cache, dim, layer.cross.value_dim or dim)
+        stored = kv_heads * stored_bytes(cache.formats, dim, layer.cross.value_dim or dim, cache.block_size)
         packed = any(find_format(name).kind != "plain" for name in cache.formats)
         most = max(most, tokens * (size * (width + 2 * values) + stored + packed * ENCODED * values))
     return most

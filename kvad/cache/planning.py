@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvad.cache.available import available_bytes
+from kvad.cache.full import SINKS
 from kvad.cache.peak import peak
 from kvad.cache.settle import settle
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
@@ -255,12 +256,38 @@ def _advice(plan: MemoryPlan, available: int) -> str:
     found = fits(plan, available)
     if not found:
         least = plan.total - plan.pool - plan.scratch
-        return f"no row fits: without any cache it takes {_shown(least)}; smaller weights or a smaller dtype would"
+        hint = f"no row fits: without any cache it takes {_shown(least)}; smaller weights or a smaller dtype would"
+        return "; or ".join([hint, *_smaller(plan, available)])
     same_length = [fit for fit in found if fit.capacity == plan.cache.capacity][-1:]
     same_rows = [fit for fit in found if fit.rows <= plan.cache.rows][-1:]
     lines = sorted({(fit.rows, fit.capacity) for fit in (*same_length, *same_rows, found[0])})
     shown = (f"{rows} row{'s' if rows > 1 else ''} of {capacity:,} tokens" for rows, capacity in lines)
-    return f"what would fit: {', or '.join(shown)}"
+    return f"what would fit: {', or '.join([*shown, *_smaller(plan, available)])}"
+
+
+def _smaller(plan: MemoryPlan, available: int) -> list[str]:
+    """The rows and tokens that were asked for, in the first format that fits, and under a policy that does."""
+    cache, found = plan.cache, []
+    for name in ("bfloat16", "int8", "int4"):
+        total = _total_of(plan, replace(cache, dtype=name, keys=None, values=None))
+        if total is not None and total <= available < plan.total:
+            found.append(f"all of it as {name} ({_shown(total)})")
+            break
+    quarter = cache.capacity // 4
+    if cache.policy == "full" and quarter >= 64:
+        sinks = f"sinks({SINKS}, {quarter - SINKS})"
+        total = _total_of(plan, replace(cache, policy=sinks, blocks=None))
+        if total is not None and total <= available:
+            found.append(f"all of it under {sinks} ({_shown(total)})")
+    return found
+
+
+def _total_of(plan: MemoryPlan, cache: CacheConfig) -> int | None:
+    """None for a cache that this model cannot have."""
+    try:
+        return planned_total(plan, cache)
+    except ConfigError:
+        return None
 
 
 def fits(plan: MemoryPlan, memory: int) -> tuple[Fit, ...]:

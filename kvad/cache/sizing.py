@@ -15,7 +15,7 @@ Layers with equal specs share a table: one :class:`Group`.  A row of length ``n`
 * a window with sinks (``policy.py``): the blocks of the sinks beside that;
 * a policy that ranks: ``budget + every`` slots, what a row holds when it is about to be cut;
 * a hierarchy: the sinks, the recent tokens and those of one ``every``; and below it groups of their own, for the blocks
-  that were packed and for the summaries.
+  that were packed and for the summaries: no more than a row of that length can send there.
 
 Contiguous is paged with one block per row (``block_size`` = the whole row, or the whole ring of a window).
 """
@@ -282,11 +282,12 @@ def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
             "take a ratio that divides the block size",
         )
     whole, step = _ceil(config.capacity, size), policy.every // size
+    older = max(1, whole - (policy.recent + policy.sinks) // size)  # blocks of a row that ever descend
     below = []
     base = group._replace(levels=None, scored=None)
     if policy.packed:
         most = whole if policy.packed == -1 else min(whole, policy.packed // size)
-        per_row = min(whole, most + step)
+        per_row = min(older, most + step)
         usable = config.rows * per_row if policy.packed != -1 or config.blocks is None else config.blocks
         level = Level(number, -1, most)
         below.append(
@@ -301,6 +302,7 @@ def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
     if policy.summaries:
         most = _ceil(policy.summaries, size)
         per_row = most + _ceil(step, policy.ratio) + 1
+        per_row = per_row if config.outgrown else min(per_row, _ceil(older, policy.ratio) + 1)
         level = Level(number, len(below) - 1, most, policy.ratio)
         below.append(base._replace(blocks=config.rows * per_row + RESERVED_BLOCKS, blocks_per_row=per_row, level=level))
     return below

@@ -90,7 +90,7 @@ def _step(plan: MemoryPlan) -> str:
     read = f"{encoder_tokens(config, cache, plan.budget):,}"
     if config.decoder is None:
         return f"a step of {counted(encoder_tokens(config, cache, plan.budget), 'token')} of texts"
-    tokens = counted(decoder_tokens(cache, plan.budget), "new token")
+    tokens = counted(decoder_tokens(cache, plan.budget, [each.group for each in plan.groups]), "new token")
     logits = f"{tokens}, {counted(cache.rows, 'row')} of logits"
     return f"a step of {logits}" if config.encoder is None else f"{logits}; or {read} of source"
 
@@ -168,7 +168,8 @@ def _fit_lines(report: Report) -> list[str]:
         *(f"  {a:>6}  {b:>12}  {c:>11}  {d:<{stored}}  {e:<{policy}}  {f}" for a, b, c, d, e, f in rows),
         *(["  nothing fits so"] if not table.offers else []),
         *(f"not for this model: {each}" for each in table.refused),
-        *(f"measured on {each}; another model pays another price" for each in table.sources),
+        *table.sources,
+        *(["as measured on these models; another pays another price (--prices)"] if table.sources else []),
     ]
 
 
@@ -178,14 +179,13 @@ def _offered(offer: Offer) -> tuple[str, ...]:
 
 
 def _quality(offer: Offer) -> str:
-    """Of the models that it was measured on: the first one that has a perplexity, the first that found needles."""
+    """As it was measured; nothing in between."""
     if offer.free:
         return "as computed"
-    times = next((paid.times for paid in offer.paid if paid.times is not None), None)
-    needles = next((paid.recall["single"] for paid in offer.paid if "single" in paid.recall), None)
+    perplexity, needle = offer.perplexity, offer.needle
     said = [
-        *([f"perplexity x{times:,.3f}"] if times is not None else []),
-        *([f"finds {needles:.0%}"] if needles is not None else []),
+        *([f"perplexity x{perplexity.times:,.3f}"] if perplexity is not None else []),
+        *([f"finds {needle.recall['single']:.0%}"] if needle is not None else []),
     ]
     return ", ".join(said) or "not measured"
 

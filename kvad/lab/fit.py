@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvad.cache.formats import FORMATS, parted
+from kvad.cache.formats import find_format, parted
 from kvad.cache.named import parse_policy
 from kvad.cache.planning import MemoryPlan, largest, planned_total
 from kvad.cache.policy import Scored, Sinks, Truncate, Window
@@ -42,11 +42,18 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """So many rows are asked for, of the longest context; a number alone is a context, of the most rows."""
+
+    count: int
+
+
+@dataclass(frozen=True)
 class Paid:
     """A price and where it was measured."""
 
     model: str
-    commit: str
+    digest: str
     times: float | None
     kl: float | None
     recall: Mapping[str, float]
@@ -67,10 +74,20 @@ class Offer:
     free: bool
     paid: tuple[Paid, ...]
 
+    @property
+    def perplexity(self) -> Paid | None:
+        """Of the first model that has one."""
+        return next((paid for paid in self.paid if paid.times is not None), None)
+
+    @property
+    def needle(self) -> Paid | None:
+        """Of the first model whose full cache finds it."""
+        return next((paid for paid in self.paid if "single" in paid.recall), None)
+
 
 @dataclass(frozen=True)
 class Table:
-    """``refused``: caches that this model cannot have, and why; ``sources``: of the prices."""
+    """``refused``: caches that this model cannot have, and why; ``sources``: where prices were measured."""
 
     offers: tuple[Offer, ...]
     refused: tuple[str, ...]
@@ -106,22 +123,28 @@ def offers(
 ) -> Table:
     """For each context the most rows, for each number of rows the longest context; what does not fit has no line."""
     found, refused = list[Offer](), dict[str, None]()
-    for asked in (*((context, None) for context in contexts), *((None, each) for each in rows)):
+    wanted: list[int | Rows] = [*contexts, *(Rows(each) for each in rows)]
+    for asked in wanted:
         for choice in choices:
             for form in formats:
                 try:
                     found.extend(_offer(plan, memory, asked, choice, form, prices))
                 except ConfigError as error:
                     refused[f"{form}, {choice.name}: {error.message}"] = None
-    used = {(paid.model, paid.commit) for offer in found for paid in offer.paid}
-    sources = [each.source for each in prices if (each.model, each.commit) in used]
+    said = (("perplexity", [offer.perplexity for offer in found]), ("finds", [offer.needle for offer in found]))
+    sources = [
+        f"{what}: {each.source}"
+        for what, paid in said
+        for each in prices
+        if any(one is not None and (one.model, one.digest) == (each.model, each.digest) for one in paid)
+    ]
     return Table(tuple(found), tuple(refused), tuple(sources))
 
 
 def _offer(
     plan: MemoryPlan,
     memory: int,
-    asked: tuple[int | None, int | None],
+    asked: int | Rows,
     choice: Choice,
     form: str,
     prices: Sequence[Measured],
@@ -134,17 +157,14 @@ def _offer(
         cache = replace(plan.cache, rows=rows, capacity=context, policy=policy, blocks=None, **stored)  # type: ignore[arg-type]
         return planned_total(plan, cache)
 
-    context, rows = asked
-    if context is not None:
-        length = context
-        rows = largest(MOST_ROWS, lambda n: total(n, length) <= memory)
+    if isinstance(asked, Rows):
+        rows, context = asked.count, plan.config.limit
+        unit = min(plan.cache.block_size, context)
+        if total(rows, context) > memory:
+            context = unit * largest(context // unit, lambda n: total(asked.count, unit * n) <= memory)
     else:
-        assert rows is not None
-        whole, unit = plan.config.limit, min(plan.cache.block_size, plan.config.limit)
-        count = rows
-        context = whole
-        if total(count, whole) > memory:
-            context = unit * largest(whole // unit, lambda n: total(count, unit * n) <= memory)
+        context = asked
+        rows = largest(MOST_ROWS, lambda n: total(n, context) <= memory)
     if rows and context:
         policy = replace(plan.cache, policy=choice.policy(context), capacity=context).policy
         free = _name(choice, context)[0] == "full" and _exact(form, plan.weights_dtype)
@@ -154,7 +174,8 @@ def _offer(
 
 def _exact(form: str, computed: str) -> bool:
     return all(
-        FORMATS[name].loss != "lossy" and FORMATS[name].bits >= 8 * DTYPE_BYTES[computed] for name in parted(form)
+        find_format(name).loss != "lossy" and find_format(name).bits >= 8 * DTYPE_BYTES[computed]
+        for name in parted(form)
     )
 
 
@@ -167,7 +188,7 @@ def _paid(plan: MemoryPlan, choice: Choice, form: str, context: int, prices: Seq
         found = find_prices(prices, name, ratio)
     else:
         return ()
-    return tuple(Paid(each.model, each.commit, price.times, price.kl, price.recall) for each, price in found)
+    return tuple(Paid(each.model, each.digest, price.times, price.kl, price.recall) for each, price in found)
 
 
 def _name(choice: Choice, context: int) -> tuple[str, float]:

@@ -54,7 +54,9 @@ class Measured:
     def source(self) -> str:
         """Where the numbers are from, in a line."""
         long = max([*self.options.get("lengths", ()), self.options.get("text_length", 0)])
-        return f"{self.model}, up to {long:,} tokens, commit {self.commit}"
+        return (
+            f"{self.model}, {long:,} tokens, asked {self.options.get('asked', 'after')} the cut, commit {self.commit}"
+        )
 
 
 def read_prices(path: Path = PACKAGED) -> tuple[Measured, ...]:

@@ -114,6 +114,21 @@ def test_channels_by_hand() -> None:
     assert size.per_token_scales == (256 + 128) // 16
 
 
+@pytest.mark.parametrize(
+    ("capacity", "per_row"),
+    [
+        (64, (6, 6, 4)),  # 16 blocks, 12 of them older: 4 packed and 2 on their way; 3 of summaries and one to copy to
+        (24, (6, 2, 2)),  # 2 of 6 blocks are older, at most
+        (16, (4, 1, 2)),  # none is: a block stands by
+        (4096, (6, 6, 6)),  # and it does not grow
+    ],
+)
+def test_levels_hold_what_a_row_can_send_there(capacity: int, per_row: tuple[int, ...]) -> None:
+    policy = "hierarchy(12, packed=16, summaries=16, ratio=4, every=8, sinks=4)"
+    made = groups([FULL], CacheConfig(rows=1, capacity=capacity, block_size=4, policy=policy))
+    assert tuple(group.blocks_per_row for group in made) == per_row
+
+
 def test_int4_needs_pairs() -> None:
     odd = MixerSpec(True, None, 2, 8, 7)
     with pytest.raises(ConfigError, match=r"values: int4 packs two numbers into a byte, and the values of layer 1"):

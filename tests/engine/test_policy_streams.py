@@ -67,7 +67,7 @@ POLICIES = {
     "ranked-contiguous": setup("norm(6, every=4)", layout="contiguous"),
     "levels": setup("0: full; hierarchy(4, packed=8, every=4, summaries=4, ratio=2)", blocks=13),
     "levels-tight": setup("hierarchy(4, packed=4, every=4, sinks=4, summaries=4, ratio=4)", spare=3),
-    "packed": setup("hierarchy(4, every=8)", blocks=11),
+    "packed": setup("hierarchy(4, every=8)", blocks=10),
     "gone": setup("0: norm(6, every=4); hierarchy(8, packed=0, every=4, sinks=4)", spare=3),
     "quest": setup("quest(8)", blocks=14),
     "translating": setup("0: full; norm(7, every=4)", blocks=14, cross=True),

@@ -1,0 +1,319 @@
+"""What could I run: every line fits and one more would not; a price is what was measured, or nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvad.cache.planning import plan_memory, planned_total, require
+from kvad.cache.sizing import CacheConfig, groups
+from kvad.cli.main import main
+from kvad.config import Attention, mixers
+from kvad.errors import DataError, MemoryPlanError
+from kvad.lab import prices, quality
+from kvad.lab.caches import FORMATS, POLICIES
+from kvad.lab.fit import Choice, choices_of, formats_of, offers, shortfall
+from kvad.lab.kept import kept, layer_names
+from kvad.lab.prices import LINES, collect, find_prices, read_prices
+from kvad.lab.shapes import shape
+from kvad.lab.variants import known_variants
+from lab.models import tiny
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+# ---------------------------------------------------------------- what a group keeps, in words
+
+SAID = {
+    "full": ["everything"],
+    "window(32)": ["the last 32 tokens"],
+    "sinks(4, 1020)": ["the first 4 and the last 1,020 tokens"],
+    "truncate(64)": ["the last 49 to 64 tokens, 16 leaving at once"],
+    "snapkv(256)": ["256 tokens per head by snapkv, cut every 64"],
+    "quest(128)": ["everything, of which a query reads 128 tokens"],
+    "hierarchy(128, packed=256, summaries=64)": [
+        "the latest 128 tokens as they are",
+        "up to 256 older tokens, packed",
+        "64 summaries of 8 older tokens each at most",
+    ],
+    "hierarchy(64, sinks=16)": [
+        "the first 16 and the latest 64 tokens as they are",
+        "up to 2,048 older tokens, packed",
+    ],
+    "0: full; norm(32)": ["everything", "32 tokens per head by norm, cut every 64"],
+}
+
+
+@pytest.mark.parametrize("policy", SAID)
+def test_a_group_says_what_it_keeps(policy):
+    config = tiny(limit=2048)
+    made = groups(mixers(config), CacheConfig(capacity=2048, policy=policy))
+    assert [kept(group, mixers(config)) for group in made] == SAID[policy]
+
+
+def test_a_models_own_window_is_told_from_a_policys():
+    own = mixers(tiny(Attention(4, 2, window=7)))
+    for policy, words in (("full", "the last 7 tokens (the model's window)"), ("window(5)", "the last 5 tokens")):
+        (group,) = groups(own, CacheConfig(capacity=64, policy=policy))
+        assert kept(group, own) == words
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ([3], "layer 3"),
+        ([0, 1, 2, 3], "layers 0-3"),
+        ([0, 2, 4, 6], "layers 0, 2, ..., 6"),
+        ([0, 1, 2, 5, 7], "layers 0-2, 5, 7"),
+        ([1, 3], "layers 1, 3"),
+    ],
+)
+def test_layers_have_short_names(layers, words):
+    assert layer_names(layers) == words
+
+
+# ---------------------------------------------------------------- the table
+
+
+def planned(name="gpt2", **asked):
+    return plan_memory(shape(name), CacheConfig(**{"capacity": 1024, **asked}))
+
+
+def table(plan, memory, contexts=(), rows=(), ratios=(0.75,), measured=()):
+    return offers(
+        plan,
+        memory,
+        contexts=contexts,
+        rows=rows,
+        choices=choices_of(plan, ratios),
+        formats=formats_of(plan),
+        prices=measured,
+    )
+
+
+def test_every_line_fits_and_one_more_does_not():
+    plan = planned()
+    found = table(plan, 2 * GIB, contexts=(256, 1024), rows=(4, 64)).offers
+    assert len(found) == 4 * 4 * 4 and len({(o.stored, o.policy) for o in found if o.context == 1024}) > 12
+    for offer in found:
+
+        def total(rows, context, offer=offer):
+            choice = Choice(offer.policy.partition("(")[0], offer.ratio)
+            keys = {} if offer.stored == plan.cache.stored else {"keys": offer.stored, "values": offer.stored}
+            asked = replace(plan.cache, rows=rows, capacity=context, policy=choice.policy(context), **keys)
+            return planned_total(plan, asked)
+
+        assert offer.bytes == total(offer.rows, offer.context) <= 2 * GIB
+        more = total(offer.rows + 1, offer.context) > 2 * GIB
+        longer = offer.context == 1024 or total(offer.rows, offer.context + 16) > 2 * GIB
+        assert more if offer.rows not in (4, 64) else longer
+
+
+def test_a_policy_that_was_asked_for_is_held_against_everything():
+    plan = planned(policy="sinks(4, 252)")
+    found = table(plan, 2 * GIB, contexts=(1024,)).offers
+    assert {offer.policy for offer in found} == {"full", "sinks(4, 252)"}
+    assert {offer.policy for offer in table(planned(keys="int8", dtype="int8"), 2 * GIB, rows=(2,)).offers} > {"full"}
+    endless = plan_memory(shape("smollm-135m"), CacheConfig(capacity=1024, on_full="sinks", rows=2))
+    assert {offer.policy for offer in table(endless, 2 * GIB, contexts=(512, 1024)).offers} == {"full"}
+
+
+def test_what_a_model_cannot_have_is_said():
+    plan = plan_memory(tiny(Attention(4, 2, head_dim=10, value_dim=3)), CacheConfig(capacity=64))
+    found = table(plan, GIB, contexts=(64,))
+    assert found.offers and {offer.stored for offer in found.offers} == {"float32", "bfloat16", "int8"}
+    assert all("int4" in each and "packs two numbers" in each for each in found.refused) and found.refused
+
+
+def test_weights_that_are_too_large():
+    plan = plan_memory(shape("llama-3-8b"), CacheConfig(capacity=1024, rows=1))
+    missing, dtype, weights = shortfall(plan, 20 * GIB)
+    assert missing == plan.weights - 20 * GIB and dtype == "bfloat16" and weights == plan.weights // 2
+    assert shortfall(plan, 40 * GIB) is None
+
+
+# ---------------------------------------------------------------- prices
+
+
+def line(cache, ratio, measure, **more):
+    told = {"digest": "d", "commit": "c", "machine": "m", "model": "/somewhere/runs/mine", "options": {"lengths": [64]}}
+    return {"cache": cache, "ratio": ratio, "measure": measure, "length": 64, **told, **more}
+
+
+MINE = [
+    line("full", 0.0, "text", price=1.0, kl=0.0),
+    line("full", 0.0, "single", depth=0.0, recall=1.0),
+    line("full", 0.0, "single", depth=1.0, recall=0.98),
+    line("full", 0.0, "many", depth=1.0, recall=0.9),
+    line("int8", 0.0, "text", price=1.25, kl=0.5),
+    line("sinks", 0.75, "text", price=None, kl=0.5),
+    line("sinks", 0.75, "single", depth=0.0, recall=0.25),
+    line("sinks", 0.75, "single", depth=1.0, recall=0.5),
+    line("sinks", 0.75, "many", depth=1.0, recall=0.5),
+]
+
+
+def test_lines_become_prices():
+    found = collect(MINE)
+    assert (found.model, found.commit) == ("mine", "c") and "mine, 64 tokens" in found.source
+    ((_, sinks),) = find_prices([found], "sinks", 0.75)
+    assert sinks.recall == {"single": 0.375} and sinks.times is None  # of many the full cache finds too little
+    ((_, int8),) = find_prices([found], "int8", 0.0)
+    assert (int8.times, int8.recall) == (1.25, {})
+    assert find_prices([found], "sinks", 0.5) == [] and find_prices([found], "tova", 0.75) == []
+
+
+def test_a_price_is_what_was_measured_or_nothing():
+    found = table(planned(), 2 * GIB, contexts=(1024,), measured=[collect(MINE)]).offers
+    paid = {(offer.stored, offer.policy.partition("(")[0]): offer for offer in found}
+    assert paid["float32", "full"].free and not paid["float32", "full"].paid
+    assert paid["int8", "full"].perplexity.times == 1.25 and paid["int8", "full"].needle is None
+    assert paid["float32", "sinks"].needle.recall == {"single": 0.375} and paid["float32", "sinks"].perplexity is None
+    others = [offer for key, offer in paid.items() if key not in (("int8", "full"), ("float32", "sinks"))]
+    assert all(not offer.paid for offer in others)
+
+
+def test_a_policy_as_written_has_the_price_of_its_share():
+    plan = planned(policy="sinks(4, 252)")
+    found = table(plan, 2 * GIB, contexts=(256, 512, 1024), measured=[collect(MINE)]).offers
+    own = {offer.context: offer for offer in found if (offer.stored, offer.policy) == ("float32", "sinks(4, 252)")}
+    assert own[256].free  # a row of 256 tokens loses none
+    assert not own[512].paid and own[1024].needle.recall == {"single": 0.375}
+
+
+def test_the_packaged_prices_say_where_they_are_from():
+    found = read_prices()
+    assert found and prices.ENOUGH == quality.ENOUGH
+    for each in found:
+        assert each.model and each.digest and len(each.commit) == 12 and each.machine and each.options
+        assert "/" not in each.model
+        for price in each.prices:
+            assert price.cache in known_variants() and (price.times is None or price.times > 0.99)
+            assert all(0 <= recall <= 1 for recall in price.recall.values())
+    assert {price.cache for each in found for price in each.prices} >= {"full", "int8", "int4", *POLICIES}
+    assert set(FORMATS) <= set(known_variants())
+
+
+def test_prices_of_ones_own(tmp_path, capsys):
+    (tmp_path / LINES).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
+    arguments = ["plan", "gpt2", "--fit", "2GiB", "--context", "1024", "--bandwidth", "10", "--prices", str(tmp_path)]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "perplexity x1.250" in out and "finds 38%" in out and "perplexity: mine, 64 tokens" in out
+    assert "not measured" in out and "as computed" in out
+    for text, words in (("{}", "holds no prices"), ("[", "holds no prices"), (None, "cannot read")):
+        path = tmp_path / "other.json"
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(DataError, match=words):
+            read_prices(path)
+
+
+def test_prices_are_made_anew(tmp_path, monkeypatch):
+    (tmp_path / LINES).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
+    monkeypatch.setattr(prices, "PACKAGED", tmp_path / "prices.json")
+    prices.main([str(tmp_path)])
+    assert read_prices(tmp_path / "prices.json") == (collect(MINE),)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(capsys, *arguments):
+    code = main(["plan", *arguments, "--bandwidth", "10"])
+    seen = capsys.readouterr()
+    return code, seen.out, seen.err
+
+
+def test_the_table_is_printed(capsys):
+    code, out, err = run(capsys, "llama-3-8b", "--weights-dtype", "bfloat16", "--fit", "24GiB", "--ratios", "0.5,0.75")
+    lines = out[out.index("in 24.00 GiB") :].splitlines()
+    assert (code, err) == (0, "") and lines[1].split() == [
+        "rows",
+        "tokens",
+        "each",
+        "takes",
+        "stored",
+        "policy",
+        "quality",
+    ]
+    assert (
+        sum("not measured" in each for each in lines) == 2 * 2 * 6 and sum("as computed" in each for each in lines) == 2
+    )
+    assert sum("sinks(4, 1020)" in each for each in lines) == 3 and any("commit" in each for each in lines)
+
+
+def test_the_table_as_json(capsys):
+    code, out, _ = run(capsys, "gpt2", "--fit", "2GiB", "--context", "256,1024", "--rows", "3", "--json")
+    found = json.loads(out)["fit"]
+    assert code == 0 and found["weights_too_large"] is None
+    offered = found["table"]["offers"]
+    assert {each["context"] for each in offered} >= {256, 1024} and any(each["rows"] == 3 for each in offered)
+    assert all(each["bytes"] <= found["bytes"] for each in offered)
+    assert {"model", "digest", "times", "kl", "recall"} == set(
+        next(each["paid"] for each in offered if each["paid"])[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["llama-3-8b", "--fit", "20GiB"], "in bfloat16 they take 14.96 GiB: --weights-dtype bfloat16"),
+        (["llama-3-8b", "--fit", "8GiB"], "and in bfloat16 still 6.96 GiB more"),
+        (["llama-3-8b", "--fit", "8GiB", "--weights-dtype", "bfloat16"], "a smaller model would fit"),
+    ],
+)
+def test_what_would_fit_where_weights_do_not(capsys, arguments, says):
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0 and "not even one row" in out and "the weights alone take" in out and says in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["gpt2", "--context", "256,512"], "say how much memory: --fit 8GiB"),
+        (["gpt2", "--rows", "1,2"], "say how much memory"),
+        (["gpt2", "--fit", "2GiB", "--ratios", "1.5"], "lies between 0 and 1"),
+        (["gpt2", "--fit", "2GiB", "--ratios", "half"], "cannot read 'half'"),
+        (["gpt2", "--fit", "2GiB", "--rows", "0,4"], "ask for at least 1"),
+        (["gpt2", "--fit", "2GiB", "--prices", "nowhere"], "cannot read nowhere"),
+        (["gpt2", "--context", "a,b"], "no whole number"),
+    ],
+)
+def test_what_cannot_be_is_refused(capsys, arguments, says):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "") and says in err
+
+
+def test_no_torch_for_a_table():
+    program = (
+        "import sys\nfrom kvad.cli.main import main\n"
+        "code = main(['plan', 'gpt2', '--fit', '4GiB', '--policy', 'snapkv(128)', '--bandwidth', '10'])\n"
+        "assert 'torch' not in sys.modules\nsys.exit(code)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0 and "snapkv(128)" in ran.stdout, ran.stderr
+
+
+# ---------------------------------------------------------------- what a refusal offers
+
+
+def test_a_refusal_names_a_format_and_a_policy_that_would_fit():
+    plan = planned(rows=16)
+    with pytest.raises(MemoryPlanError) as caught:
+        require(plan, 1700 * 2**20)
+    assert "all of it as bfloat16 (" in caught.value.hint and "under sinks(4, 252) (" in caught.value.hint
+    assert planned_total(plan, replace(plan.cache, dtype="bfloat16")) <= 1700 * 2**20
+    assert planned_total(plan, replace(plan.cache, policy="sinks(4, 252)")) <= 1700 * 2**20
+
+
+def test_a_refusal_names_none_that_would_not():
+    with pytest.raises(MemoryPlanError) as caught:
+        require(planned(rows=600), GIB)
+    assert "all of it" not in caught.value.hint
