@@ -185,10 +185,11 @@ class Ledger:
         """Seat ``child`` on the first ``length`` tokens of ``row``: blocks are shared until one of them writes.
 
         False, and nothing changed: a window of ``row`` has moved past what a query at ``length`` needs, or a cut has
-        dropped it, or a policy watches the attention that blocks get, which is a row's own.
+        dropped it, or a policy watches the attention that blocks get, which is a row's own; or ``row`` is about to
+        wake, and its blocks are empty until its next step.
         """
         seat = self._seat(row)
-        if self._watched or any(hold.cut > length for hold in seat.holds):
+        if self._watched or row in self._wake or any(hold.cut > length for hold in seat.holds):
             return False
         assert self._seats[child] is None and 0 <= length <= seat.length, (row, child, length, seat.length)
         if not self._window_held(seat, length):

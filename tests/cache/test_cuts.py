@@ -261,6 +261,18 @@ def test_a_woken_row_that_leaves_is_not_woken_and_a_forgotten_one_is_dropped() -
     assert not any(used - 1 for used in ledger.stats().used)
 
 
+def test_a_row_about_to_wake_has_nothing_to_share() -> None:
+    """A fork of it, parked before the next step, would be copied out before its blocks are filled."""
+    ledger = under("norm(6, every=4)")
+    grow(ledger, 0, 11)
+    assert ledger.wake(0, ledger.park(0))
+    before = state(ledger)
+    assert not ledger.fork(0, 1, 11) and state(ledger) == before
+    write(ledger, 0, 1)
+    assert ledger.fork(0, 1, 11)
+    ledger.check()
+
+
 def test_a_row_about_to_wake_is_not_rewound() -> None:
     ledger = under("norm(6, every=4)")
     grow(ledger, 0, 12)
