@@ -267,8 +267,6 @@ def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
     policy = group.levels
     if policy is None:
         return []
-    if config.layout == "contiguous":
-        raise ConfigError(f"cache.policy: {policy}: tokens descend in whole blocks", "take cache.layout='paged'")
     size = config.block_size
     for name in ("recent", "every", "sinks", "packed"):
         if (value := getattr(policy, name)) > 0 and value % size:
@@ -338,6 +336,8 @@ def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], con
     scored = ranked if isinstance(ranked, Scored) else None
     if isinstance(ranked, Quest):
         _check_quest(ranked, config)
+    if isinstance(ranked, Hierarchy) and config.layout == "contiguous":
+        raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
     if mixer.cross:
         return _cross_group(mixer, layers, config)
     slots = config.capacity
