@@ -343,6 +343,8 @@ def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], con
     scored = ranked if isinstance(ranked, Scored) else None
     if isinstance(ranked, Quest):
         _check_quest(ranked, config)
+    if isinstance(ranked, Hierarchy) and config.layout == "contiguous":
+        raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
     if mixer.cross:
         return _cross_group(mixer, layers, config)
     if isinstance(ranked, Hierarchy) and config.layout == "contiguous":

@@ -129,6 +129,12 @@ def test_levels_hold_what_a_row_can_send_there(capacity: int, per_row: tuple[int
     assert tuple(group.blocks_per_row for group in made) == per_row
 
 
+@pytest.mark.parametrize("policy", ["hierarchy(8)", "0: full; hierarchy(8, packed=0, summaries=8)", "quest(8)"])
+def test_what_needs_blocks_is_refused_where_a_row_is_one(policy: str) -> None:
+    with pytest.raises(ConfigError, match=r"cache.policy: (hierarchy|quest)\(8.*(whole blocks|none to choose)"):
+        groups([FULL, FULL], CacheConfig(capacity=64, layout="contiguous", policy=policy))
+
+
 def test_int4_needs_pairs() -> None:
     odd = MixerSpec(True, None, 2, 8, 7)
     with pytest.raises(ConfigError, match=r"values: int4 packs two numbers into a byte, and the values of layer 1"):
