@@ -142,7 +142,8 @@ class Ledger:
             if group.levels.packed != -1:
                 return sys.maxsize
             packed = self.groups[self._descents.below[index][0]]
-            return min(packed.usable, packed.blocks_per_row) * group.block_size
+            kept = group.levels.recent + group.levels.sinks
+            return kept + min(packed.usable, packed.blocks_per_row) * group.block_size
         return min(group.usable, group.blocks_per_row) * group.block_size
 
     # ------------------------------------------------------------ rows come and go
