@@ -406,6 +406,8 @@ class Ledger:
         seat = self._seat(row)
         seat.length += len(tokens)
         assert seat.length <= seat.reach, f"row {row} commits {seat.length} tokens, {seat.reach} were reserved"
+        if seat.length < seat.reach:
+            seat.since = NEVER  # later tokens stand where the next one goes
         if seat.tip is not None:
             seat.tail.extend(tokens)
             if len(seat.tail) >= self._sizes[0]:

@@ -143,6 +143,27 @@ def test_who_watches_attention_is_not_forked() -> None:
     assert not ledger.fork(0, 1, 5)
 
 
+# ---------------------------------------------------------------- blocks that are summed up as they stand
+
+
+def test_a_block_is_emptied_of_later_tokens_before_it_is_written() -> None:
+    """Under quest: of a sibling's, of drafts that were thrown away, of one token that was."""
+    ledger = under("quest(8)")
+    grow(ledger, 0, 7)
+    assert ledger.fork(0, 1, 5)
+    ledger.release(0)
+    assert write(ledger, 1, 1).moves.copy == (((3, 3, 1),),)
+    grow(ledger, 1, 7)
+    assert ledger.reserve([Span(1, 7, 4)]) is not None
+    ledger.commit(1, [7])
+    placed = write(ledger, 1, 1)  # 8 goes to a block that a draft has opened
+    assert placed.moves.copy == ((),) and placed.moves.clear == ((blocks(ledger, 1)[2],),)
+    grow(ledger, 1, 14, chunk=1)
+    assert ledger.reserve([Span(1, 14, 1)]) is not None  # nothing but a slot to find
+    ledger.commit(1, [])
+    assert write(ledger, 1, 1).moves.copy == (((blocks(ledger, 1)[3],) * 2 + (2,),),)
+
+
 # ---------------------------------------------------------------- descents
 
 
