@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvad.cache.cuts import order_of
+from kvad.cache.cuts import best_of, ranks_of
 from kvad.cache.policy import ALWAYS, Scored, Seen, Sinks
 from kvad.cache.ranks import TOVA, HeavyHitters, KeyNorm, Random, SnapKV
 from kvad.config import MixerSpec
@@ -29,7 +29,7 @@ def seen(mass: Tensor | None, held: Tensor | None = None, *, now: int | None = N
 
 
 def stays(policy: Scored, what: Seen, bits: int = 30) -> list[list[int]]:
-    return order_of(policy, what, min(policy.budget, what.positions.shape[1]), bits).tolist()
+    return best_of(ranks_of(policy, what, bits), min(policy.budget, what.positions.shape[1])).tolist()
 
 
 # ---------------------------------------------------------------- by hand
