@@ -54,8 +54,13 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
     show_default=True,
     help="Only after the cache was cut, or in the prompt too.",
 )
+@click.option("--chunk", type=int, default=16, show_default=True, help="Tokens of a row in one step.")
 @click.option(
-    "--chunk", type=int, default=16, show_default=True, help="Tokens of a row in one step, and between two cuts."
+    "--cut",
+    type=click.Choice(["often", "once"]),
+    default="often",
+    show_default=True,
+    help="Of tasks, by policies that rank: after every chunk, or behind the prompt.",
 )
 @click.option("--rows", type=int, default=8, show_default=True, help="Tasks at a time.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the tasks.")
@@ -298,6 +303,7 @@ def quality_lines(result: Result) -> list[str]:
     ]
     options = result.options
     asked = "after the cut" if options.asked == "after" else "before the cut and after it"
+    asked += ", cut once" if options.cut == "once" else ""
     lengths = ", ".join(map(str, options.lengths))
     model = f"{result.parameters:,} parameters, language {result.language}"
     texts = f"{options.texts} texts of {options.text_length} tokens, in chunks of {options.chunk}"

@@ -37,6 +37,7 @@ __all__ = ["ENOUGH", "Asked", "Options", "Price", "Text", "answers", "cells", "j
 JITTER = 0.05  # of a task's depth, to each side
 ENOUGH = 0.95  # recall of the full cache below which a bench of recall says nothing
 Asked = Literal["after", "before"]
+Cut = Literal["often", "once"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Options:
 
     ``asked``: only ``after`` the prompt was read and cut, token by token; or the prompt tells ``before`` what will be
     asked then, so that a cache that looks at queries can know what it will be good for (kvpress' query-agnostic and
-    query-aware).  ``chunk``: tokens of a row in one step, and between two cuts of a policy that ranks: it holds up to
-    so many more than its budget in between.
+    query-aware).  ``chunk``: tokens of a row in one step.  ``cut``: a policy that ranks cuts after every chunk, as it
+    must where memory is scarce, and holds up to a chunk more than its budget in between; or, of tasks, only ``once``,
+    right behind the prompt, as kvpress' do.
     """
 
     kinds: tuple[Kind, ...] = KINDS
@@ -57,6 +59,7 @@ class Options:
     texts: int = 8
     text_length: int = 512
     asked: Asked = "after"
+    cut: Cut = "often"
     rows: int = 8
     chunk: int = 16
     seed: int = 0
@@ -236,19 +239,23 @@ class Price:
 def measure(
     llm: LLM, variant: Variant, language: Language, kind: Kind, length: int, depth: float, options: Options
 ) -> Price:
-    """One cell of one variant: ``options.tasks`` tasks, the same for every variant."""
-    seeds = range(options.seed * 1_000_003, options.seed * 1_000_003 + options.tasks)
+    """One cell of one variant: ``options.tasks`` tasks, of a chain as many per depth; the same for every variant."""
+    count = options.tasks * (len(options.depths) if kind == "chain" else 1)  # a chain's one column weighs as much
+    seeds = range(options.seed * 1_000_003, options.seed * 1_000_003 + count)
     how: dict[str, Any] = {"align": options.chunk, "told": options.asked == "before"}
     tasks = [make_task(kind, language, length, _near(depth, seed), seed, **how) for seed in seeds]
-    rows = min(options.rows, len(tasks))
-    read = max(len(task.prompt) for task in tasks)
-    engine = engine_of(llm, variant, read, rows=rows, capacity=length, chunk=options.chunk)
-    try:
-        found = answers(engine, tasks)
-    finally:
-        engine.close()
-    shares = [language.share(task.parts, answer) for task, answer in zip(tasks, found, strict=True)]
-    return Price(kind, length, depth, math.fsum(shares) / len(shares), len(shares), variant.budget(read))
+    shares = []
+    for read in sorted({len(task.prompt) for task in tasks}):
+        some = [task for task in tasks if len(task.prompt) == read]
+        every = read if options.cut == "once" else None
+        rows = min(options.rows, len(some))
+        engine = engine_of(llm, variant, read, rows=rows, capacity=length, chunk=options.chunk, every=every)
+        try:
+            found = answers(engine, some)
+        finally:
+            engine.close()
+        shares += [language.share(task.parts, answer) for task, answer in zip(some, found, strict=True)]
+    return Price(kind, length, depth, math.fsum(shares) / count, count, variant.budget(read))
 
 
 def _near(depth: float, seed: int) -> float:
