@@ -11,6 +11,7 @@ __all__ = ["FORMATS", "POLICIES", "RATIOS", "budget_of"]
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)
 SINKS = 4
+BLOCK = 16  # tokens that truncate drops at once
 WATCHED = 16  # queries that SnapKV looks at: of a short row its own 32 would be most of the budget
 FORMATS = ("bfloat16", "float16", "fp8-e4m3", "int8", "int4")  # of keys and values; those that the cache knows
 
@@ -18,7 +19,7 @@ FORMATS = ("bfloat16", "float16", "fp8-e4m3", "int8", "int4")  # of keys and val
 POLICIES: dict[str, Callable[[int, int], str]] = {
     "window": lambda n, every: f"window({n})",
     "sinks": lambda n, every: f"sinks({SINKS}, {max(1, n - SINKS)})",
-    "truncate": lambda n, every: f"truncate({n}, block=1)",
+    "truncate": lambda n, every: f"truncate({n}, block={min(BLOCK, n)})",
     "heavy-hitters": lambda n, every: f"heavy-hitters({n}, every={every})",
     "snapkv": lambda n, every: f"snapkv({n}, every={every}, window={min(WATCHED, every, n)})",
     "tova": lambda n, every: f"tova({n}, every={every})",

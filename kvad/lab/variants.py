@@ -23,46 +23,16 @@ from kvad.own import load_own
 
 __all__ = ["POLICIES", "RATIOS", "Variant", "engine_of", "known_variants", "variants_of"]
 
-<<<<<<< HEAD
 SUMMARIES, LEARNED = "summaries", "learned"  # of older tokens: their means, or what a compressor makes of them
 RATIO = 8  # tokens of a summary, where no compressor says
-=======
-RATIOS = (0.25, 0.5, 0.75, 0.875)
-SINKS = 4
-BLOCK = 16  # tokens that truncate drops at once
-WATCHED = 16  # queries that SnapKV looks at: of a short row its own 32 would be most of the budget
-FORMATS = ("bfloat16", "float16", "fp8-e4m3", "int8", "int4")  # of keys and values; those that the cache knows
->>>>>>> quality4
 
-Fields = Callable[
-    [int, int], Mapping[str, Any]
-]  # (tokens of a row, tokens between two cuts) -> fields of a CacheConfig
-
-<<<<<<< HEAD
-
-@dataclass(frozen=True)
-class Variant:
-    """``ratio``: the share of a row's cache that is dropped; ``fields``: what is set, given a row's length and a
-    step's; ``compressor``: what makes summaries."""
-=======
-# What stands in CacheConfig.policy for a budget of n tokens, where a policy that ranks cuts every so many.
-POLICIES: dict[str, Callable[[int, int], str]] = {
-    "window": lambda n, every: f"window({n})",
-    "sinks": lambda n, every: f"sinks({SINKS}, {max(1, n - SINKS)})",
-    "truncate": lambda n, every: f"truncate({n}, block={min(BLOCK, n)})",
-    "heavy-hitters": lambda n, every: f"heavy-hitters({n}, every={every})",
-    "snapkv": lambda n, every: f"snapkv({n}, every={every}, window={min(WATCHED, every, n)})",
-    "tova": lambda n, every: f"tova({n}, every={every})",
-    "norm": lambda n, every: f"norm({n}, every={every})",
-    "random": lambda n, every: f"random({n}, every={every})",
-}
+Fields = Callable[[int, int], Mapping[str, Any]]  # (tokens of a row, between two cuts) -> fields of a CacheConfig
 
 
 @dataclass(frozen=True)
 class Variant:
-    """``ratio``: the share of a row's cache that is dropped; ``fields``: what is set, given a row's length and
-    how many tokens come between two cuts."""
->>>>>>> quality4
+    """``ratio``: the share of a row's cache that is dropped; ``fields``: what is set, given a row's length and how many
+    tokens come between two cuts; ``compressor``: what makes summaries."""
 
     name: str
     ratio: float
