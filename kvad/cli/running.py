@@ -98,7 +98,6 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "layout": options["layout"],
         "block_size": options["block_size"],
         "capacity": options["context"],
-        "policy": options["policy"],
         "compressor": options["compressor"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
