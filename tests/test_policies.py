@@ -415,7 +415,7 @@ def test_a_late_sample_without_emptied_blocks_is_heard(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("position", ["rope-dynamic", "rope-longrope"])
 def test_summaries_of_keys_whose_turns_depend_on_a_limit_are_refused_by_name(position: str) -> None:
     model, policy = build(model_config(position, "pre", "gqa")), "hierarchy(8, packed=0, every=8, summaries=8)"
-    with pytest.raises(ConfigError, match=r"depend on each row's limit.*cache\.rotate='read'"):
+    with pytest.raises(ConfigError, match=r"gives each row frequencies of its own.*cache\.rotate='read'"):
         drive(model, CacheConfig(block_size=8, rows=1, capacity=96, policy=policy), [])
 
 

@@ -191,7 +191,7 @@ def test_a_model_is_what_it_is_by_hand(
 
 def test_a_summary_of_rotated_keys_would_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulation is no echo: a mean of keys as they are stored, or one put elsewhere, is heard."""
-    monkeypatch.setattr("kvad.cache.levels.rotate_blocks", lambda keys, positions, rotary: keys)
+    monkeypatch.setattr("kvad.cache.levels.rotate_blocks", lambda keys, positions, rotary, factor: keys)
     assert wrong_by(Summed, "rope", "write", 64, monkeypatch) > 1e-3
 
 

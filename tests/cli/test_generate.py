@@ -381,5 +381,6 @@ def test_the_cache_may_be_stored_in_formats_of_its_own(kvad, model):
     assert "in float32\n" in kvad(*asked).err
     found = json.loads(kvad(*asked, "--cache-keys", "fp8-e4m3", "--json").out)["stats"]["cache"][0]
     assert (found["stored"], found["scale_bytes"]) == ("fp8-e4m3/float32", 0)
-    refused = kvad(*asked, "--cache-keys", "int8-channel")
-    assert refused.code == 2 and "comes with levels of precision" in refused.err and "'int8'" in refused.err
+    assert "in int8-channel/" in kvad(*asked, "--cache-keys", "int8-channel").err
+    refused = kvad(*asked, "--cache-keys", "int8-channel", "--layout", "contiguous")
+    assert refused.code == 2 and "packs whole blocks" in refused.err and "'paged'" in refused.err
