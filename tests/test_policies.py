@@ -59,7 +59,8 @@ def cache_of(case: Case, **change: object) -> CacheConfig:
     return CacheConfig(**(fields | change))  # type: ignore[arg-type]
 
 
-def measure(case: Case) -> float:
+def asked(case: Case) -> tuple[Transformer, list[Stream]]:
+    """The model of a case, and what it is asked."""
     draw = random.Random(repr(case))
     kind = case["position"], case["norm"], case["heads"]
     crossed = case.get("topology") == "encoder-decoder"
@@ -67,6 +68,11 @@ def measure(case: Case) -> float:
     streams = streams_of(case["scenario"], draw)
     if crossed:
         streams = with_sources(case["scenario"], streams, draw)
+    return model, streams
+
+
+def measure(case: Case) -> float:
+    model, streams = asked(case)
     cache = cache_of(case)
     run = drive(model, cache, streams, poison=True)
     if case["scenario"] not in ("preempted", "prefix-hit", "forked"):
@@ -324,13 +330,7 @@ LOSSY_CASES = {case_id(case): case for case in map(possible, pairwise(LOSSY))}
 
 def company(case: Case) -> float:
     """max |dlogit| between a stream in company and the same stream alone, in chunks of another size."""
-    draw = random.Random(repr(case))
-    kind = case["position"], case["norm"], case["heads"]
-    crossed = case.get("topology") == "encoder-decoder"
-    model = build(pair_config(*kind) if crossed else model_config(*kind))
-    streams = streams_of(case["scenario"], draw)
-    if crossed:
-        streams = with_sources(case["scenario"], streams, draw)
+    model, streams = asked(case)
     run = drive(model, cache_of(case), streams, poison=True)
     largest = 0.0
     for number, stream in enumerate(streams):

@@ -9,16 +9,13 @@ tokens, by the model's own tokenizer) and ``metrics.jsonl``.
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from kvad.checkpoint.compressor import StoredCompressor, model_fingerprint, open_compressor, save_compressor
-from kvad.checkpoint.folder import steps_of
 from kvad.checkpoint.open import model_of, open_checkpoint
 from kvad.checkpoint.opened import Opened, Training
 from kvad.config import mixers
@@ -26,20 +23,28 @@ from kvad.errors import CheckpointError, ConfigError, UsageError
 from kvad.model.compress import Compressor
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer
-from kvad.train.config import RunConfig, TokenizerConfig, differences
+from kvad.train.config import RunConfig, TokenizerConfig
 from kvad.train.distil import Distillation
-from kvad.train.job import METRICS, check_device, check_out, nothing_left, teller
+from kvad.train.job import (
+    METRICS,
+    Clock,
+    check_device,
+    check_differences,
+    check_out,
+    holds_run,
+    nothing_left,
+    open_again,
+    progress,
+    teller,
+)
 from kvad.train.material import Material, Named, as_json, from_json, named_for
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import make_optimizer, optimizer_tensors, restore_optimizer
 from kvad.train.reports import Callback, Outcome
-from kvad.train.store import changed_sources
 from kvad.train.trainer import State, Trainer
 
 __all__ = ["resume", "stored_run", "train"]
-
-Clock = Callable[[], float]
 
 
 def train(
@@ -57,11 +62,7 @@ def train(
     checkpoint whole.
     """
     check_out(out, corpus, config.data.suffixes)
-    earlier = steps_of(out)
-    if earlier and not overwrite:
-        raise UsageError(
-            f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
-        )
+    earlier = holds_run(out, overwrite)
     check_device(config.train.device)
     opened, tokenizer = _opened(config)
     tell = teller(callbacks)
@@ -71,7 +72,7 @@ def train(
     compressor = Compressor(mixers(opened.config), config.compress.ratio, config.compress.hidden)
     with nothing_left(out):
         material.open(out / "data", tokenizer)
-    run = _Run(config, named, out, opened, compressor, material, fresh=bool(earlier))
+    run = _Run(config, named, out, opened, compressor, material, fresh=earlier)
     return run.fit(State(), None, callbacks, clock)
 
 
@@ -90,20 +91,14 @@ def resume(
     run_config, paths = stored_run(out)
     found = open_compressor(out)
     config, corpus, state = config or run_config, corpus or paths, _training(found)
-    if told := differences(run_config.to_dict(), config.to_dict()):
-        raise ConfigError(f"cannot resume with another configuration: {'; '.join(told)}", "start a new run for that")
+    check_differences(run_config.to_dict(), config.to_dict())
     check_device(config.train.device)
     opened, tokenizer = _opened(config)
     compressor = found.compressor(opened).requires_grad_(True)
     tell = teller(callbacks)
     named = named_for(opened.config.kind, corpus)
     material = Material(config, named, tell)
-    if material.key(tokenizer) != state.state["data"]:
-        changed = ", ".join(changed_sources(out / "data", material.texts)[:3])
-        raise ConfigError(f"cannot resume {out}: its corpus has changed{': ' + changed if changed else ''}")
-    material.open(out / "data", tokenizer)
-    if state.state.get("threads") != torch.get_num_threads():
-        tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")
+    open_again(material, out, tokenizer, state, tell)
     run = _Run(config, named, out, opened, compressor, material)
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
 
@@ -190,14 +185,7 @@ class _Run:
             metrics.close()
 
     def _save(self, state: State) -> Path:
-        content: dict[str, Any] = {
-            "run": self.config.to_dict(),
-            "corpus": self.corpus,
-            "data": self.material.store.fingerprint,
-            "progress": dataclasses.asdict(state),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        }
+        content = progress(self.config, self.corpus, self.material, state)
         wanted = self.config.compress
         path = save_compressor(
             self.out,

@@ -44,7 +44,21 @@ from kvad.train.reports import Callback, Outcome
 from kvad.train.store import changed_sources
 from kvad.train.trainer import State, Trainer
 
-__all__ = ["METRICS", "check_device", "check_out", "nothing_left", "resume", "stored_run", "teller", "train"]
+__all__ = [
+    "METRICS",
+    "Clock",
+    "check_device",
+    "check_differences",
+    "check_out",
+    "holds_run",
+    "nothing_left",
+    "open_again",
+    "progress",
+    "resume",
+    "stored_run",
+    "teller",
+    "train",
+]
 
 METRICS = "metrics.jsonl"
 TEXTS = (".json", ".jsonl", ".svg")  # what a run's folder holds that a corpus would take for text
@@ -68,11 +82,7 @@ def train(
     TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
     check_out(out, corpus, config.data.suffixes)
-    earlier = steps_of(out)
-    if earlier and not overwrite:
-        raise UsageError(
-            f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
-        )
+    earlier = holds_run(out, overwrite)
     check_device(config.train.device)
     kind = config.resolve(vocab=1).kind  # before a tokenizer is trained for a model that cannot be
     tell = teller(callbacks)
@@ -89,7 +99,7 @@ def train(
         initialise(model)
     model.to(config.train.device)
     layout = _layout(model_config, material.generation(tokenizer), tell)
-    run = _Run(config, named, out, model, tokenizer, material, layout, fresh=bool(earlier))
+    run = _Run(config, named, out, model, tokenizer, material, layout, fresh=earlier)
     return run.fit(State(), None, callbacks, clock)
 
 
@@ -119,12 +129,7 @@ def resume(
     tell = teller(callbacks)
     named = named_for(checkpoint.config.kind, corpus)
     material = Material(config, named, tell)
-    if material.key(tokenizer) != state.state["data"]:
-        changed = ", ".join(changed_sources(out / "data", material.texts)[:3])
-        raise ConfigError(f"cannot resume {out}: its corpus has changed{': ' + changed if changed else ''}")
-    material.open(out / "data", tokenizer)
-    if state.state.get("threads") != torch.get_num_threads():
-        tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")
+    open_again(material, out, tokenizer, state, tell)
     torch.manual_seed(config.train.seed)
     model = Transformer(checkpoint.config)
     model.load_state_dict(dict(checkpoint.weights()))  # copied: training must never write into a mapped file
@@ -184,14 +189,7 @@ class _Run:
 
     def _save(self, state: State) -> Path:
         tensors = {**optimizer_tensors(self.model, self.optimizer), "rng": torch.get_rng_state()}
-        content: dict[str, Any] = {
-            "run": self.config.to_dict(),
-            "corpus": self.corpus,
-            "data": self.material.store.fingerprint,
-            "progress": dataclasses.asdict(state),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-        }
+        content = progress(self.config, self.corpus, self.material, state)
         path = save_step(
             self.out,
             state.step,
@@ -230,9 +228,48 @@ def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Opened, tokeni
         if given.fingerprint() != tokenizer.fingerprint():
             raise ConfigError(f"cannot resume: {wanted.tokenizer.path} is not the tokenizer of this run")
         there["tokenizer"] = here["tokenizer"]
-    found = differences(there, here)
+    check_differences(there, here)
+
+
+def check_differences(stored: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """ConfigError naming what differs in a way that a run cannot go on with."""
+    found = differences(stored, wanted)
     if found:
         raise ConfigError(f"cannot resume with another configuration: {'; '.join(found)}", "start a new run for that")
+
+
+def holds_run(out: Path, overwrite: bool) -> bool:
+    """Whether a folder holds a run already.  UsageError where it may not give way."""
+    earlier = steps_of(out)
+    if earlier and not overwrite:
+        raise UsageError(
+            f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
+        )
+    return bool(earlier)
+
+
+def open_again(
+    material: Material, out: Path, tokenizer: Tokenizer, state: Training, tell: Callable[[str], None]
+) -> None:
+    """The data of a run that goes on.  ConfigError where its corpus has changed."""
+    if material.key(tokenizer) != state.state["data"]:
+        changed = ", ".join(changed_sources(out / "data", material.texts)[:3])
+        raise ConfigError(f"cannot resume {out}: its corpus has changed{': ' + changed if changed else ''}")
+    material.open(out / "data", tokenizer)
+    if state.state.get("threads") != torch.get_num_threads():
+        tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")
+
+
+def progress(config: RunConfig, corpus: Any, material: Material, state: State) -> dict[str, Any]:
+    """What a checkpoint says of the run that it belongs to."""
+    return {
+        "run": config.to_dict(),
+        "corpus": corpus,
+        "data": material.store.fingerprint,
+        "progress": dataclasses.asdict(state),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
 
 
 def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
