@@ -22,7 +22,7 @@ from typing import Any
 from kvad.checkpoint.atomic import discard, new_folder, sweep
 from kvad.checkpoint.folder import MANIFEST, TRAINING, check_file, entry_of, read_json, read_manifest, steps_of
 from kvad.checkpoint.native import save_tensors, write_json
-from kvad.checkpoint.opened import Opened, Tensors, Training
+from kvad.checkpoint.opened import Opened, Tensors, Training, read_training
 from kvad.config import meaning, mixers
 from kvad.errors import CheckpointError
 from kvad.model.compress import Compressor
@@ -93,10 +93,7 @@ class StoredCompressor:
 
     @cached_property
     def training(self) -> Training | None:
-        folder = self.path / TRAINING
-        if not (folder / "state.json").is_file():
-            return None
-        return Training(Tensors(folder / "state.safetensors"), read_json(folder / "state.json"))
+        return read_training(self.path)
 
     def compressor(self, opened: Opened) -> Compressor:
         """For this model.  CheckpointError for another one, and for tensors that are missing or of another shape."""

@@ -21,7 +21,7 @@ from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Opened", "Tensors", "Training"]
+__all__ = ["Opened", "Tensors", "Training", "read_training"]
 
 # A folder with one of these has a tokenizer, which must then be read.
 TOKENIZERS = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer_config.json", "*.model", "*.spm")
@@ -62,6 +62,14 @@ class Tensors(Mapping[str, Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         """From the file's header: nothing is read."""
         return tuple(self._file.get_slice(name).get_shape())
+
+
+def read_training(path: Path) -> Training | None:
+    """What a folder says of the training that goes on from it; None where it says nothing."""
+    folder = path / TRAINING
+    if not (folder / "state.json").is_file():
+        return None
+    return Training(Tensors(folder / "state.safetensors"), read_json(folder / "state.json"))
 
 
 @dataclass(frozen=True)
@@ -114,10 +122,7 @@ class Opened(ABC):
     @cached_property
     def training(self) -> Training | None:
         """None where the checkpoint holds no training state."""
-        folder = self.path / TRAINING
-        if not (folder / "state.json").is_file():
-            return None
-        return Training(Tensors(folder / "state.safetensors"), read_json(folder / "state.json"))
+        return read_training(self.path)
 
     def fingerprint(self) -> str:
         """sha256 (hex) of the model: its config and tokenizer as they are now, its weights as the manifest has them."""
