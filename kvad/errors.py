@@ -9,6 +9,7 @@
     │   ├── CheckpointError       a folder that is not, or is no longer, a checkpoint
     │   ├── TokenizerError        text that cannot be encoded, ids that cannot be decoded
     │   ├── ChatTemplateError     a chat template that is missing, wrong or too expensive, or refuses the messages
+    │   ├── EntryError            a stored piece of a cache that is torn, not ours, or of another model
     │   └── RequestError          a prompt or a sampling value
     ├── MemoryPlanError           it would not fit; refused before anything is allocated   exit code 2
     ├── SaveError                 the disk refused; what was there before is whole         exit code 2
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EngineError",
+    "EntryError",
     "KvadError",
     "MemoryPlanError",
     "NumericalError",
@@ -83,6 +85,15 @@ class TokenizerError(UsageError):
 
 class ChatTemplateError(UsageError):
     pass
+
+
+class EntryError(UsageError):
+    """``why``: "missing" (there is none), "torn" (it was damaged or cut), "alien" (not a file of ours, or of another
+    version), "other" (it belongs to another model, or to another way of keeping things)."""
+
+    def __init__(self, message: str, hint: str = "", *, why: str = "torn") -> None:
+        super().__init__(message, hint)
+        self.why = why
 
 
 class RequestError(UsageError):

@@ -15,7 +15,7 @@ Memory must never choose: which block, which row, what to drop are the ledger's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,16 @@ from kvad.ops.merge import Part
 from kvad.ops.rotary import Angles, rotate_rows
 from kvad.step import Compact, Fold, Lane, Mark, Moves, Place, Reach, Rotary, Score, Step, View
 
-__all__ = ["Memory"]
+__all__ = ["Held", "Memory"]
+
+
+class Held(NamedTuple):
+    """One raw array of a group, [blocks, ...], and which of its blocks a row has.  ``name``: the group's number, the
+    layer's, what it holds, and which of its arrays: "0.3.keys.0"."""
+
+    name: str
+    array: Tensor
+    blocks: Tensor
 
 
 class Memory:
@@ -140,26 +149,29 @@ class Memory:
 
     def _park_and_wake(self, moves: Moves) -> None:
         for key, blocks in moves.park:
-            self.parked[key] = [array[ids].cpu() for array, ids in self._of(blocks)]
+            self.parked[key] = [each.array[each.blocks].cpu() for each in self.held(blocks)]
         for key, blocks in moves.wake:
-            for (array, ids), held in zip(self._of(blocks), self.parked.pop(key), strict=True):
-                array[ids] = held.to(array.device)
+            for each, kept in zip(self.held(blocks), self.parked.pop(key), strict=True):
+                each.array[each.blocks] = kept.to(each.array.device)
         for key in moves.drop:
             self.parked.pop(key, None)
 
-    def _of(self, blocks: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every raw array of a row's groups, and the row's blocks in it."""
+    def held(self, blocks: Sequence[Sequence[int]]) -> Iterator[Held]:
+        """Every raw array of the groups, and which blocks of it a row has; ``blocks``: per group, those that take
+        tokens first, then their levels, then cross-attention's; groups beyond ``blocks`` are left out."""
         every_group = zip(self.groups, self.positions, self.stores, self.weights, blocks, strict=False)
-        for group, positions, stores, weights, held in every_group:
-            ids = torch.tensor(held, dtype=torch.int64, device=positions.device)
-            yield positions, ids
-            for layer, pair in stores.items():
-                every: tuple[Store | HeadColumns | Bounds, ...] = pair
+        for number, (group, positions, stores, weights, ids) in enumerate(every_group):
+            where = torch.tensor(ids, dtype=torch.int64, device=positions.device)
+            yield Held(f"{number}.positions", positions, where)
+            for layer, (keys, values) in stores.items():
+                every: dict[str, Store | HeadColumns | Bounds] = {"keys": keys, "values": values}
                 if group.level is None:
-                    every = (*pair, *self._columns(layer))
+                    every |= {type(each).__name__.lower(): each for each in self._columns(layer)}
                 elif layer in weights:
-                    every = (*pair, weights[layer])
-                yield from ((array, ids) for store in every for array in store.arrays)
+                    every["weights"] = weights[layer]
+                for kind, store in every.items():
+                    for part, array in enumerate(store.arrays):
+                        yield Held(f"{number}.{layer}.{kind}.{part}", array, where)
 
     def _columns(self, layer: int) -> list[HeadColumns | Bounds]:
         return [kept[layer] for kept in (self.columns, self.bounds) if layer in kept]

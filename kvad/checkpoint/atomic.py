@@ -15,19 +15,15 @@ Standard library only.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from kvad.aside import aside, leftovers
 from kvad.errors import SaveError
 
 __all__ = ["discard", "flush", "new_folder", "refused", "survivor", "sweep", "write_bytes"]
-
-_STARTED_NS = time.time_ns()
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
 
 
 @contextmanager
@@ -37,7 +33,7 @@ def new_folder(final: Path, *, replaces: Sequence[Path] = ()) -> Iterator[Path]:
     ``replaces``: other folders of the same parent that give way in the same move; ``final`` itself always does.
     Raises SaveError if the disk refuses, in the block or afterwards; what was there before is then whole.
     """
-    parent, temporary = final.parent, _aside(final, "tmp")
+    parent, temporary = final.parent, aside(final, "tmp")
     try:
         parent.mkdir(parents=True, exist_ok=True)
         sweep(parent)
@@ -57,7 +53,7 @@ def _swap(temporary: Path, final: Path, replaces: Sequence[Path]) -> None:
     try:
         for old in replaces:
             if old.exists():  # final may be named twice
-                moved.append((_aside(old, "old"), old))
+                moved.append((aside(old, "old"), old))
                 old.rename(moved[-1][0])
         temporary.rename(final)
         flush(final.parent)
@@ -65,27 +61,27 @@ def _swap(temporary: Path, final: Path, replaces: Sequence[Path]) -> None:
         with suppress(OSError):
             if not temporary.exists():
                 final.rename(temporary)
-        for aside, old in reversed(moved):
+        for set_aside, old in reversed(moved):
             with suppress(OSError):
-                aside.rename(old)
+                set_aside.rename(old)
         raise
-    for aside, _ in moved:
-        shutil.rmtree(aside, ignore_errors=True)
+    for set_aside, _ in moved:
+        shutil.rmtree(set_aside, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
     """Delete a folder so that no half of it is ever seen under its name."""
-    aside = _aside(folder, "tmp")
+    gone = aside(folder, "tmp")
     try:
-        folder.rename(aside)
+        folder.rename(gone)
     except OSError as error:
         raise refused(folder, error) from error
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace one file: written beside, flushed, renamed.  Raises SaveError; the file is then whole, old or new."""
-    temporary = _aside(path, "tmp")
+    temporary = aside(path, "tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -103,7 +99,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def survivor(final: Path) -> Path | None:
     """The folder that was ``final`` until a process died between two renames; None where there is none."""
-    found = [path for path, name, kind in _leftovers(final.parent) if kind == "old" and name == final.name]
+    left = leftovers(final.parent)
+    found = [each.path for each in left if each.kind == "old" and each.name == final.name]
     return max(found, key=lambda path: path.stat().st_mtime_ns) if found and not final.exists() else None
 
 
@@ -114,45 +111,18 @@ def refused(path: Path, error: OSError) -> SaveError:
     )
 
 
-def _aside(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.{kind}")
-
-
-def _leftovers(parent: Path) -> Iterator[tuple[Path, str, str]]:
-    """(path, the name that it had or was to have, "tmp" or "old")."""
-    if parent.is_dir():
-        for path in sorted(parent.iterdir()):
-            if match := _LEFTOVER.fullmatch(path.name):
-                yield path, match["name"], match["kind"]
-
-
 def sweep(parent: Path) -> None:
     """Bring back what was left between two renames, and delete what dead processes left behind."""
-    for path, name, kind in list(_leftovers(parent)):
-        if _is_in_use(path):
+    for left in leftovers(parent):
+        path = left.path
+        if left.in_use:
             continue
-        if kind == "old" and not (parent / name).exists():
-            path.rename(parent / name)
+        if left.kind == "old" and not (parent / left.name).exists():
+            path.rename(parent / left.name)
         elif path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _is_in_use(leftover: Path) -> bool:
-    """Whether a living process is at work on it; one of our own id from before our time was another's (containers)."""
-    match = _LEFTOVER.fullmatch(leftover.name)
-    assert match is not None, leftover
-    pid = int(match["pid"])
-    if pid == os.getpid():
-        return leftover.stat().st_mtime_ns >= _STARTED_NS
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _flush_tree(folder: Path) -> None:

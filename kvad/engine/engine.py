@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from kvad.cache.full import LimitName
+from kvad.cache.identity import Identity
 from kvad.cache.ledger import Ledger
 from kvad.cache.memory import Memory
 from kvad.cache.planning import check_policy
@@ -29,6 +30,7 @@ from kvad.engine.sampler import FAULT, Chosen, Job, sample, score_tokens
 from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
 from kvad.errors import ConfigError, KvadError, RequestError
 from kvad.model.compress import Compressor
+from kvad.model.fingerprint import fingerprint
 from kvad.model.isolate import isolate
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import Kernel
@@ -110,6 +112,8 @@ class Engine:
         if compressor is not None:
             _check_compressor(compressor, placed)
             compressor = compressor.to(self.device)
+        self.deterministic = deterministic
+        self._weights: str | None = None  # their fingerprint, when it was asked for
         self._summaries = "" if compressor is None else compressor.fingerprint()
         self.memory = Memory(
             placed,
@@ -283,12 +287,36 @@ class Engine:
 
     def _root(self, tokens: Sequence[int], sampling: Sampling, salt: str, source: Sequence[int] | None = None) -> bytes:
         """Where this row's chain of block hashes starts: nothing computed under other conditions can match."""
-        longest = self.limits.longest(sampling)[0]
-        wanted = len(tokens) + (longest if sampling.max_tokens is None else sampling.max_tokens)
-        regime = self.runner.regime(min(longest, wanted, self.model.config.limit))
+        regime = self.regime(tokens, sampling)
         kept = f"{self.cache.kept}\0{self.cache.endless}\0{self.cache.rotate}\0{self._summaries}"
         name = f"{salt}\0{self.cache.stored}\0{kept}\0{regime}\0{'' if source is None else list(source)}"
         return hashlib.blake2b(name.encode(), digest_size=16).digest()
+
+    def regime(self, tokens: Sequence[int], sampling: Sampling) -> str:
+        """Names how positions are turned into angles for such a request, where its length decides that."""
+        longest = self.limits.longest(sampling)[0]
+        wanted = len(tokens) + (longest if sampling.max_tokens is None else sampling.max_tokens)
+        return self.runner.regime(min(longest, wanted, self.model.config.limit))
+
+    def identity(self, regime: str, *, salt: str = "") -> Identity:
+        """What the keys and values of this engine's rows belong to, for whatever is stored beyond its life.  The first
+        call reads every weight."""
+        if self._weights is None:
+            self._weights = fingerprint(self.model)
+        cache = self.cache
+        return Identity(
+            model=self._weights,
+            tokenizer="" if self.tokenizer is None else self.tokenizer.fingerprint(),
+            computed=f"{self.model.table.dtype}".removeprefix("torch.") + self.deterministic * " deterministic",
+            keys=cache.keys or cache.dtype,
+            values=cache.values or cache.dtype,
+            policy=str(cache.kept),
+            rotate=cache.rotate,
+            endless=str(cache.endless),
+            summaries=self._summaries,
+            regime=regime,
+            salt=salt,
+        )
 
     def _pieces(self, events: Sequence[Event]) -> list[Piece]:
         return [self._piece(event) for event in events]

@@ -1,0 +1,57 @@
+"""Names of files and folders that are not finished: hidden, beside the final name, and with their writer's process id.
+
+    .NAME.PID.RANDOM.tmp    being written, or left behind by a process that died: never read
+    .NAME.PID.RANDOM.old    replaced, until what replaces it is durable
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Leftover", "aside", "leftover", "leftovers"]
+
+_STARTED_NS = time.time_ns()
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
+
+
+class Leftover(NamedTuple):
+    """``name``: what it had or was to have; ``kind``: "tmp" or "old"."""
+
+    path: Path
+    name: str
+    pid: int
+    kind: str
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a living process is at work on it; one of our own id from before our time was another's
+        (containers)."""
+        if self.pid == os.getpid():
+            return self.path.stat().st_mtime_ns >= _STARTED_NS
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+
+def aside(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.{kind}")
+
+
+def leftover(path: Path) -> Leftover | None:
+    match = _LEFTOVER.fullmatch(path.name)
+    return None if match is None else Leftover(path, match["name"], int(match["pid"]), match["kind"])
+
+
+def leftovers(parent: Path) -> list[Leftover]:
+    paths = sorted(parent.iterdir()) if parent.is_dir() else []
+    return [found for path in paths if (found := leftover(path)) is not None]

@@ -1,0 +1,82 @@
+"""The disk, as caches use it: nine operations, each of which may raise OSError, and nothing else.
+
+One seam for all that is stored (``entry.py``, ``shelf.py``): tests hand over a disk whose k-th operation fails, or one
+that forgets what was not flushed when the power goes (``tests/cache/disks.py``).  Nothing here retries: after a failed
+flush the pages count as clean and may be lost (Rebello et al. 2020, USENIX ATC, "Can applications recover from fsync
+failures?"), so what was being written is given up.
+
+Reads are ``pread`` into memory of ours, never a mapping: a mapped file that is cut while it is read kills the process.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["DISK", "Buffer", "Disk"]
+
+Buffer = bytes | bytearray | memoryview
+
+PRIVATE = 0o600  # what a cache holds can be read back as text
+
+
+class Disk:
+    """The real one."""
+
+    def create(self, path: Path) -> int:
+        """A new file to write to, for its owner only; FileExistsError where there is one."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
+
+    def open(self, path: Path) -> int:
+        """An existing file to read from, not a link."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def write(self, file: int, data: Buffer) -> None:
+        """All of ``data``, at the end of what was written."""
+        left = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        while left:
+            left = left[os.write(file, left) :]
+
+    def read(self, file: int, into: Buffer, offset: int) -> int:
+        """Fills ``into`` from ``offset`` on; returns the bytes that there were."""
+        left, got = memoryview(into).cast("B"), 0
+        while left:
+            count = os.preadv(file, [left], offset + got)
+            if count == 0:
+                break
+            left, got = left[count:], got + count
+        return got
+
+    def size(self, file: int) -> int:
+        return os.fstat(file).st_size
+
+    def sync(self, file: int) -> None:
+        """What was written to ``file`` survives a power cut when this returns."""
+        os.fsync(file)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """``source`` is ``target`` from now on, whole, whatever was there."""
+        os.replace(source, target)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Names that came and went in ``folder`` survive a power cut when this returns."""
+        file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def remove(self, path: Path) -> None:
+        os.unlink(path)
+
+    def free(self, folder: Path) -> int:
+        """Bytes that one without privileges may still write there."""
+        stat = os.statvfs(folder)
+        return stat.f_bavail * stat.f_frsize
+
+
+DISK = Disk()

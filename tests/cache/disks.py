@@ -1,0 +1,114 @@
+"""Disks that fail on purpose: the k-th operation, or all that was not flushed when the power goes."""
+
+import errno
+import os
+import random
+from pathlib import Path
+
+from kvad.cache.disk import Disk
+
+OPERATIONS = ("create", "open", "write", "read", "size", "sync", "close", "replace", "sync_folder", "remove", "free")
+
+
+class _Watched(Disk):
+    """Tells :meth:`before` of every operation."""
+
+    def before(self, name, *args):
+        raise NotImplementedError
+
+
+def _watch(name):
+    def operation(self, *args):
+        self.before(name, *args)
+        return getattr(Disk, name)(self, *args)
+
+    operation.__name__ = name
+    return operation
+
+
+for _name in OPERATIONS:
+    setattr(_Watched, _name, _watch(_name))
+
+
+class FailingDisk(_Watched):
+    """The k-th operation of the kinds ``which`` raises ``code`` (k from 0; None: none does, ``count`` says how many
+    there are), and with ``on`` every later one of them too.  A write that fails has written half."""
+
+    def __init__(self, k=None, which=OPERATIONS, code=errno.EIO, on=False):
+        self.k, self.which, self.code, self.on = k, which, code, on
+        self.count, self.failed = 0, 0
+
+    def before(self, name, *args):
+        if name not in self.which:
+            return
+        number, self.count = self.count, self.count + 1
+        if self.k is None or (number < self.k if self.on else number != self.k):
+            return
+        self.failed += 1
+        if name == "write":
+            file, data = args
+            half = memoryview(data).cast("B")[: len(memoryview(data).cast("B")) // 2] if len(data) else b""
+            os.write(file, half)
+        if name == "close":
+            os.close(args[0])  # the descriptor is gone whatever close says
+        raise OSError(self.code, os.strerror(self.code))
+
+
+class ForgetfulDisk(_Watched):
+    """Remembers what was flushed.  :meth:`power_cut` leaves what a file system may leave: of files not flushed since
+    they were last written any part, and bytes of it changed; of names that came since their folder was last
+    flushed any number."""
+
+    def __init__(self, seed=0):
+        self._random = random.Random(seed)
+        self._paths, self._dirty = {}, set()
+        self._names = []  # (what undoes it, folder): renames and removals that were not flushed
+
+    def before(self, name, *args):
+        getattr(self, f"_{name}", lambda *args: None)(*args)
+
+    def create(self, path):
+        file = Disk.create(self, path)
+        self._paths[file] = path
+        self._dirty.add(path)
+        return file
+
+    def _write(self, file, data):
+        self._dirty.add(self._paths[file])
+
+    def _sync(self, file):
+        self._dirty.discard(self._paths.get(file))
+
+    def _replace(self, source, target):
+        old = target.read_bytes() if target.exists() else None
+        self._names.append((source, target, old, target in self._dirty))
+        if source in self._dirty:
+            self._dirty.discard(source)
+            self._dirty.add(target)
+        else:
+            self._dirty.discard(target)
+
+    def _remove(self, path):
+        self._dirty.discard(path)
+        self._names.append((None, path, path.read_bytes() if path.exists() else None, False))
+
+    def _sync_folder(self, folder):
+        self._names = [each for each in self._names if each[1].parent != Path(folder)]
+
+    def power_cut(self):
+        for path in list(self._dirty):
+            if path.exists() and self._random.random() < 0.8:
+                raw = bytearray(path.read_bytes())
+                raw = raw[: self._random.randrange(len(raw) + 1)]
+                for _ in range(self._random.randrange(3)):
+                    if raw:
+                        raw[self._random.randrange(len(raw))] = self._random.randrange(256)
+                path.write_bytes(raw)
+        for source, target, old, _ in reversed(self._names):
+            if self._random.random() < 0.5:
+                continue
+            if source is not None and target.exists():
+                target.rename(source)
+            if old is not None:
+                target.write_bytes(old)
+        self._names, self._dirty = [], set()
