@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.cache.layout import Table, read
+from kvad.cache.layout import Table, by_head, read
 from kvad.cache.policy import ALWAYS, Scored, Seen
 from kvad.cache.sizing import Group
 from kvad.cache.store import Store
@@ -46,9 +46,9 @@ class HeadColumns:
     def __init__(self, group: Group, device: torch.device | str) -> None:
         assert group.scored is not None
         shape = group.blocks, group.mixer.kv_heads, group.block_size
-        self.positions = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.positions = by_head(*shape, dtype=torch.int32, fill=-1, device=device)
         mass = torch.float64 if group.keys == "float64" else torch.float32
-        self.mass = torch.zeros(shape, dtype=mass, device=device) if group.scored.watch else None
+        self.mass = by_head(*shape, dtype=mass, device=device) if group.scored.watch else None
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:

@@ -1,23 +1,29 @@
 """How bytes lie: a store is ``[blocks, K, block_size, D]``, whether a row has many blocks (paged) or one (contiguous).
 
-A slot is ``block * block_size + offset``.  Rows whose single blocks stand side by side are read as a view; anything
-else is gathered.  Nothing here knows positions: what is visible follows from columns.
+In memory it lies head by head (:func:`by_head`), so blocks that ascend by one are one stretch of each head: they are
+read as a view, a row's or several rows' side by side.  Anything else is gathered.  A slot is ``block * block_size +
+offset``.  Nothing here knows positions: what is visible follows from columns.
 
     block_size 4, table [[2, 5]]  ->  slots 8 9 10 11 20 21 22 23
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-__all__ = ["Table", "read", "read_column", "split"]
+__all__ = ["Table", "by_head", "read", "read_column", "split"]
+
+Device = torch.device | str
+
+
+def by_head(blocks: int, heads: int, *of_each: int, dtype: torch.dtype, fill: float = 0, device: Device) -> Tensor:
+    """A new store, [blocks, K, *of_each], that lies in memory as [K, blocks, *of_each]."""
+    return torch.full((heads, blocks, *of_each), fill, dtype=dtype, device=device).transpose(0, 1)
 
 
 class Table:
-    """One lane's blocks [R, P], and how to read them: ``first`` is set where a read can be a view.
+    """One lane's blocks [R, P], and how to read them: ``first`` is set where all of them ascend by one, row by row.
 
     ``start``: of rows of one block, the first slot that is read.
     """
@@ -28,8 +34,8 @@ class Table:
         self.slots = min(slots, block_size - start) if per_row == 1 else per_row * block_size
         self.flat = blocks.reshape(-1)
         self.ids: list[int] = self.flat.tolist() if per_row == 1 else []
-        self.first = _run(self.ids)
-        self._lines: dict[int, Tensor] = {}
+        self.first = _run(self.flat)
+        self._lines: dict[tuple[int, int], Tensor] = {}
         self._pieces: dict[int, list[Table]] = {}
 
     def pieces(self, slots: int) -> list[Table]:
@@ -46,20 +52,24 @@ class Table:
             self._pieces[slots] = cut
         return self._pieces[slots]
 
-    def lines(self, heads: int) -> Tensor:
-        """[R * K * P]: where row r's head k keeps its blocks, among the store's lines [blocks * K, block_size * D].
+    def lines(self, blocks: int, heads: int) -> Tensor:
+        """[R * K * P]: where row r's head k keeps its blocks, among the store's lines [K * blocks, block_size * D].
 
-        heads 2, table [[2, 5]]  ->  4 10 5 11
+        8 blocks, 2 heads, table [[2, 5]]  ->  2 5 10 13
         """
-        if heads not in self._lines:
-            blocks = self.flat.view(self.rows, 1, self.per_row) * heads
-            self._lines[heads] = (blocks + torch.arange(heads, device=blocks.device).view(1, -1, 1)).reshape(-1)
-        return self._lines[heads]
+        if (blocks, heads) not in self._lines:
+            first = torch.arange(0, heads * blocks, blocks, device=self.flat.device).view(1, -1, 1)
+            self._lines[blocks, heads] = (self.flat.view(self.rows, 1, self.per_row) + first).reshape(-1)
+        return self._lines[blocks, heads]
 
 
-def _run(ids: Sequence[int]) -> int | None:
-    """The first block where they ascend by one, else None."""
-    return ids[0] if ids and all(b == ids[0] + i for i, b in enumerate(ids)) else None
+def _run(flat: Tensor) -> int | None:
+    """The first block where they ascend by one, else None.  A device is not asked: that would be to wait for it."""
+    if flat.device.type != "cpu" or not len(flat):
+        return None
+    first, last = int(flat[0]), int(flat[-1])
+    ascends = last - first == len(flat) - 1 and (len(flat) <= 2 or bool((flat.diff() == 1).all()))
+    return first if ascends else None
 
 
 def split(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -70,17 +80,19 @@ def split(slots: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
 def read(store: Tensor, table: Table) -> Tensor:
     """-> [R, K, S, D]; a view where the table allows it, else one gathered copy.
 
-    A store of one line per block, [blocks, K, 1, D], gives [R, K, P, D].
+    A store of one line per block, [blocks, K, 1, D], gives [R, K, P, D].  ``store`` lies head by head.
     """
     blocks, heads, lines, width = store.shape
     low, high = (0, 1) if lines == 1 and table.per_row == 1 else (table.start, table.start + table.slots)
+    heads_first, slots = store.transpose(0, 1), table.per_row * lines
     if table.first is not None:
-        return store[table.first : table.first + table.rows, :, low:high]
+        run = heads_first[:, table.first : table.first + table.rows * table.per_row]
+        return run.view(heads, table.rows, slots, width).transpose(0, 1)[:, :, low:high]
     if table.ids and high - low < lines:  # a part of each row
         return torch.stack([store[block, :, low:high] for block in table.ids])
     # Whole lines are copied: other orders cost 10 to 60 times as much.
-    gathered = store.view(blocks * heads, lines * width).index_select(0, table.lines(heads))
-    return gathered.view(table.rows, heads, table.per_row * lines, width)[:, :, low:high]
+    gathered = heads_first.view(heads * blocks, lines * width).index_select(0, table.lines(blocks, heads))
+    return gathered.view(table.rows, heads, slots, width)[:, :, low:high]
 
 
 def read_column(column: Tensor, table: Table) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvad.cache.cuts import rounded
-from kvad.cache.layout import Table, read
+from kvad.cache.layout import Table, by_head, read
 from kvad.cache.sizing import Group
 from kvad.cache.store import Store
 from kvad.ops.attend import Reading
@@ -33,8 +33,8 @@ class Bounds:
         self._bits = 30 if group.keys == "float64" else 12
         dtype = torch.float64 if group.keys == "float64" else torch.float32
         shape = group.blocks, group.mixer.kv_heads, 1, group.mixer.head_dim
-        self.least = torch.full(shape, torch.inf, dtype=dtype, device=device)
-        self.most = torch.full(shape, -torch.inf, dtype=dtype, device=device)
+        self.least = by_head(*shape, dtype=dtype, fill=torch.inf, device=device)
+        self.most = by_head(*shape, dtype=dtype, fill=-torch.inf, device=device)
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:

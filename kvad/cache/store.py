@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvad.cache.formats import find_format
-from kvad.cache.layout import Table, read
+from kvad.cache.layout import Table, by_head, read
 from kvad.ops.quantize import find_codec
 
 __all__ = ["Store"]
@@ -36,8 +36,9 @@ class Store:
         self._encode, self._decode = find_codec(name, device)
         arrays = []
         for array in self.format.arrays(dim):
-            shape = blocks, heads, block_size if array.grain == "slot" else 1, array.width
-            arrays.append(torch.zeros(shape, dtype=getattr(torch, array.dtype), device=device))
+            lines = block_size if array.grain == "slot" else 1
+            dtype = getattr(torch, array.dtype)
+            arrays.append(by_head(blocks, heads, lines, array.width, dtype=dtype, device=device))
         self.arrays, self.data = tuple(arrays), arrays[0]
 
     @property
@@ -71,8 +72,10 @@ class Store:
         """Blocks of each head's own, [R, K, n] -> [R, K, n * block_size, D]; per-token formats only."""
         assert not self.format.sealed, "a format by channel is read by tables"
         rows, heads, _ = blocks.shape
-        at = (blocks * heads + torch.arange(heads, device=blocks.device).view(1, -1, 1)).flatten()
-        raw = [array.flatten(0, 1).index_select(0, at).view(rows, heads, -1, array.shape[-1]) for array in self.arrays]
+        every = len(self.data)
+        at = (blocks + torch.arange(0, heads * every, every, device=blocks.device).view(1, -1, 1)).flatten()
+        lines = [array.transpose(0, 1).flatten(0, 1).index_select(0, at) for array in self.arrays]
+        raw = [line.view(rows, heads, -1, line.shape[-1]) for line in lines]
         return self._decode(raw, dtype)
 
     def at(self, blocks: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:

@@ -80,6 +80,19 @@ def test_contiguous_rows_side_by_side_are_read_without_a_copy() -> None:
     assert torch.equal(apart[1], store[4][:, :16])
 
 
+def test_blocks_that_ascend_are_read_without_a_copy() -> None:
+    store = memory_of().keys[0].data
+    store.copy_(torch.rand_like(store))
+    for blocks in ([[2, 3, 4]], [[2, 3], [4, 5]], [[7]]):
+        got = read(store, Table(torch.tensor(blocks), 4, 12))
+        assert got.untyped_storage().data_ptr() == store.untyped_storage().data_ptr(), blocks
+        assert torch.equal(got, torch.stack([torch.cat([store[b] for b in row], dim=1) for row in blocks]))
+    for blocks in ([[2, 4, 3]], [[2, 3], [3, 4]], [[2, 3], [0, 0]], [[4, 3, 2]], [[2, 2, 4]]):
+        got = read(store, Table(torch.tensor(blocks), 4, 12))
+        assert got.untyped_storage().data_ptr() != store.untyped_storage().data_ptr(), blocks
+        assert torch.equal(got, torch.stack([torch.cat([store[b] for b in row], dim=1) for row in blocks]))
+
+
 def test_paged_reads_follow_the_table_and_not_the_order_of_blocks() -> None:
     memory = memory_of()
     store = memory.keys[0].data
