@@ -36,7 +36,11 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
 
 @click.command("cache-quality")
 @model_argument
-@click.option("--caches", metavar="NAME,...", help="[default: all that this build has; full is always among them]")
+@click.option(
+    "--caches",
+    metavar="NAME,...",
+    help="As in full,int8,snapkv,snapkv+int8; full is always among them.  [default: all names that this build has]",
+)
 @click.option("--compressor", type=click.Path(path_type=Path), help="Of this model's: its summaries, beside the means.")
 @click.option("--ratios", default="0.25,0.5,0.75,0.875", show_default=True, help="Shares of the cache to drop.")
 @click.option("--kinds", default="single,many,chain", show_default=True, help="Tasks: a needle, one of many, a chain.")
@@ -93,6 +97,7 @@ def cache_quality(
     \b
     kvad bench cache-quality runs/lookup-cpu --out runs/quality
     kvad bench cache-quality runs/lookup-cpu --caches window,snapkv,random --ratios 0.5,0.875 --asked before
+    kvad bench cache-quality runs/lookup-cpu --caches snapkv,snapkv+int8,hierarchy+int4
     kvad bench cache-quality MODEL --language english --lengths 512,1024 --kinds single --json
     """
     from kvad.lab.quality_run import bench_quality
@@ -163,7 +168,7 @@ def endless(
         ids = _stream(llm, files, tokens)
         result = bench_endless(llm, variant, ids, span=span, chunk=chunk, progress=_progress)
     _clear()
-    for path in [] if out is None else _keep_endless(result, out):
+    for path in [] if out is None else _keep_endless(result, out, str(model)):
         click.echo(f"kvad: figure: {path}", err=True)
     if as_json:
         emit_json(result)
@@ -269,11 +274,12 @@ def _stream(llm: LLM, files: Sequence[Path], num_tokens: int) -> list[int]:
 def _endless_variant(cache: str, policy: str | None, limit: int) -> Variant:
     """A cache of as many tokens as the model's limit, by name or by its policy in full; what keeps everything ends
     there."""
+    from kvad.lab.caches import Size
     from kvad.lab.variants import POLICIES, Variant, fields_of
 
     if policy is None and cache not in POLICIES:
         return Variant(cache, 0.0, fields_of(cache))
-    said = POLICIES[cache](limit, 1) if policy is None else policy
+    said = POLICIES[cache](Size(limit, limit, every=1)) if policy is None else policy
     return Variant(said, 0.0, lambda _length, _every: {"policy": said, "endless": True})
 
 
@@ -293,11 +299,13 @@ def _clear() -> None:
 def quality_lines(result: Result) -> list[str]:
     """The result as text: what it ran on, and a row per cache."""
     kinds = list(result.options.kinds)
-    head = f"{'cache':<16}{'dropped':>8}{'perplexity':>12}{'times':>8}{'KL':>10}" + "".join(
+    wide = max(16, *(len(row.cache) + 1 for row in result.summary))
+    head = f"{'cache':<{wide}}{'dropped':>8}{'memory':>8}{'perplexity':>12}{'times':>8}{'KL':>10}" + "".join(
         f"{kind:>8}" for kind in kinds
     )
     rows = [
-        f"{row.cache:<16}{row.ratio:>8.1%}{_number(row.perplexity, 12, 3)}{_number(row.price, 8, 3)}"
+        f"{row.cache:<{wide}}{row.ratio:>8.1%}{_number(row.memory, 8, 2)}{_number(row.perplexity, 12, 3)}"
+        f"{_number(row.price, 8, 3)}"
         f"{_number(row.kl, 10, 2, 'e')}" + "".join(_number(row.recall[kind], 8, 2) for kind in kinds)
         for row in result.summary
     ]
@@ -307,9 +315,8 @@ def quality_lines(result: Result) -> list[str]:
     lengths = ", ".join(map(str, options.lengths))
     model = f"{result.parameters:,} parameters, language {result.language}"
     texts = f"{options.texts} texts of {options.text_length} tokens, in chunks of {options.chunk}"
-    legend = (
-        "dropped: share of a row's cache; times: the perplexity without a cache; KL in nats; then the recall, - = none"
-    )
+    legend = "dropped: share of a row's slots (of quest's: not read); memory: a row's bytes over the full cache's; "
+    legend += "times: the perplexity without a cache; KL in nats; then the recall, - = none"
     return [
         f"{model}; {result.machine}; commit {result.commit or 'unknown'}",
         f"tasks of {lengths} tokens, {options.tasks} per length and depth, asked {asked}; {texts}",
@@ -421,15 +428,18 @@ def _grids(result: Result, kind: str) -> tuple[list[Grid | None], int]:
     return grids, min(across, max(1, len(grids)))
 
 
-def _keep_endless(result: Endless, out: Path) -> list[Path]:
+def _keep_endless(result: Endless, out: Path, model: str) -> list[Path]:
     """``bench-endless.json``, ``bench-endless.jsonl`` (a line per span) and the figure."""
     from dataclasses import asdict
 
+    from kvad.lab.bench import commit, machine
     from kvad.lab.plot import Series, draw
     from kvad.text.base import write_text
 
     write_text(out / "bench-endless.json", json_line(result) + "\n")
-    lines = [{"what": "endless", "cache": result.cache, **asdict(one), "ratio": one.ratio} for one in result.spans]
+    ran = {"model": model, "limit": result.limit, "chunk": result.chunk, "machine": machine(), "commit": commit()}
+    first = {"what": "endless", "cache": result.cache}
+    lines = [{**first, **asdict(one), "ratio": one.ratio, **ran} for one in result.spans]
     write_text(out / "bench-endless.jsonl", "".join(f"{json_line(line)}\n" for line in lines))
     x = [one.stop for one in result.spans]
     series = [

@@ -20,6 +20,8 @@ from kvad.cache.planning import check_policy
 from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.config import ModelConfig, Rope, mixers
 from kvad.errors import KvadError, UsageError
+from kvad.lab.caches import POLICIES as PRICED
+from kvad.lab.caches import Size
 from kvad.lab.findings import memory_name
 
 __all__ = ["SIZED", "Asked", "first_cut", "named_policies", "refusal", "rotates", "sized"]
@@ -94,36 +96,24 @@ def first_cut(placed: Sequence[Group]) -> int | None:
 # ---------------------------------------------------------------- one of each kind
 
 
-def _hierarchy(kept: int, block: int) -> str:
-    size = -(-kept // (2 * block)) * block  # in whole blocks
-    if block % 2:
-        return f"hierarchy({size}, every={2 * block})"
-    return f"hierarchy({size}, packed={size}, every={2 * block}, summaries={size}, ratio=2)"
+def _descending(size: Size) -> str:
+    """Not for a budget: every level holds something of these rows, and something is gone."""
+    kept = -(-size.kept // (2 * size.block)) * size.block  # in whole blocks
+    if size.block % 2:
+        return f"hierarchy({kept}, every={2 * size.block})"
+    return f"hierarchy({kept}, packed={kept}, every={2 * size.block}, summaries={kept}, ratio=2)"
 
 
-def _ranked(name: str, more: str = "") -> Callable[[int, int], str]:
-    return lambda kept, _block: f"{name}({kept}, every={max(1, kept // 2)}{more.format(max(1, kept // 4))})"
-
-
-# (tokens to be kept, slots of a block) -> the policy.
-SIZED: dict[str, Callable[[int, int], str]] = {
-    "full": lambda _kept, _block: "full",
-    "window": lambda kept, _block: f"window({kept})",
-    "sinks": lambda kept, _block: f"sinks({min(4, max(1, kept // 4))}, {max(1, kept - min(4, kept // 4))})",
-    "truncate": lambda kept, block: f"truncate({max(kept, block)})",
-    "heavy-hitters": _ranked("heavy-hitters"),
-    "snapkv": _ranked("snapkv", ", window={}, kernel=3"),
-    "tova": _ranked("tova"),
-    "norm": _ranked("norm"),
-    "random": _ranked("random"),
-    "hierarchy": _hierarchy,
-    "quest": lambda kept, block: f"quest({max(kept, block)})",
-}
+# Each policy by its name; all but the hierarchy as they are priced (lab/caches.py).
+SIZED: dict[str, Callable[[Size], str]] = {"full": lambda _size: "full", **PRICED, "hierarchy": _descending}
 
 
 def sized(name: str, longest: int, block_size: int) -> str:
-    """A policy by its bare name, for rows of ``longest`` tokens: a quarter of them stays."""
-    return SIZED[name](max(1, longest // 4), block_size)
+    """A policy by its bare name, for rows of ``longest`` tokens: a quarter of them stays; what ranks cuts twice in as
+    many tokens."""
+    kept = max(1, longest // 4)
+    size = Size(longest, kept, every=max(1, kept // 2), block=block_size, watched=max(1, kept // 4), kernel=3)
+    return SIZED[name](size)
 
 
 def named_policies(said: Sequence[str], longest: int, block_size: int) -> tuple[str, ...]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from kvad.cache.formats import find_format, parted
 from kvad.cache.named import parse_policy
 from kvad.cache.planning import MemoryPlan, largest, planned_total
-from kvad.cache.policy import Scored, Sinks, Truncate, Window
+from kvad.cache.policy import Quest, Scored, Sinks, Truncate, Window
 from kvad.cache.settle import settle
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS
 from kvad.cache.weights import weight_bytes
 from kvad.errors import ConfigError
-from kvad.lab.caches import POLICIES, budget_of
+from kvad.lab.caches import budget_of, sized_for
 from kvad.lab.prices import Measured, find_prices
 
 __all__ = ["Choice", "Offer", "Paid", "Table", "choices_of", "formats_of", "offers", "shortfall"]
@@ -37,8 +37,7 @@ class Choice:
     def policy(self, context: int) -> str:
         if self.ratio is None:
             return self.name
-        budget = budget_of(self.ratio, context)
-        return POLICIES[self.name](budget, min(EVERY, budget))
+        return sized_for(self.name, self.ratio, context, min(EVERY, budget_of(self.ratio, context)))
 
 
 @dataclass(frozen=True)
@@ -180,14 +179,13 @@ def _exact(form: str, computed: str) -> bool:
 
 
 def _paid(plan: MemoryPlan, choice: Choice, form: str, context: int, prices: Sequence[Measured]) -> tuple[Paid, ...]:
-    """Formats and policies were measured one at a time: what is under both has no price."""
+    """A policy's own price is of what is stored as it was computed; with another format it goes as "snapkv+int8"."""
     name, ratio = _name(choice, context)
     if name == "full":
         found = find_prices(prices, form, 0.0)
-    elif _exact(form, plan.weights_dtype):
-        found = find_prices(prices, name, ratio)
     else:
-        return ()
+        cache = name if _exact(form, plan.weights_dtype) else f"{name}+{form}"
+        found = find_prices(prices, cache, ratio)
     return tuple(Paid(each.model, each.digest, price.times, price.kl, price.recall) for each, price in found)
 
 
@@ -203,7 +201,7 @@ def _name(choice: Choice, context: int) -> tuple[str, float]:
         stay = policy.sinks + policy.window
     elif isinstance(policy, Window | Truncate):
         stay = policy.size
-    elif isinstance(policy, Scored):
+    elif isinstance(policy, Scored | Quest):  # of quest's: what is read
         stay = policy.budget
     else:
         return str(policy), 0.0

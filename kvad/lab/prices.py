@@ -1,7 +1,8 @@
 """What a cache costs in quality, as it was measured: ``prices.json`` beside this file, with where each number is from.
 
-    kvad bench cache-quality MODEL --out FOLDER        # lines of JSON
-    python -m kvad.lab.prices FOLDER...                # from them: prices.json anew, in that order
+    kvad bench cache-quality MODEL --out FOLDER               # lines of JSON
+    python -m kvad.lab.prices --merge FOLDER > runs/X.jsonl   # fewer: a kind's depths in one line
+    python -m kvad.lab.prices runs/X.jsonl...                 # from either: prices.json anew, in that order
 
 Nothing is between the numbers: what was not measured has no price.  A price is of the model that it was measured on;
 another one pays another, and ``kvad plan --prices FOLDER`` reads one's own lines instead.  No torch.
@@ -19,7 +20,18 @@ from typing import Any
 
 from kvad.errors import DataError
 
-__all__ = ["ENOUGH", "LINES", "PACKAGED", "Measured", "Price", "collect", "find_prices", "read_prices"]
+__all__ = [
+    "ENOUGH",
+    "LINES",
+    "PACKAGED",
+    "Measured",
+    "Price",
+    "collect",
+    "find_prices",
+    "merged",
+    "read_lines",
+    "read_prices",
+]
 
 PACKAGED = Path(__file__).with_name("prices.json")
 LINES = "cache-quality.jsonl"
@@ -61,17 +73,38 @@ class Measured:
 
 def read_prices(path: Path = PACKAGED) -> tuple[Measured, ...]:
     """Of ``prices.json``, or of a bench's own lines (a file, or the folder that holds them).  DataError for neither."""
-    where = path / LINES if path.is_dir() else path
-    try:
-        text = where.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"cannot read {where}: {error.strerror or error}") from error
+    where, text = _text(path)
     try:
         if where.suffix == ".jsonl":
-            return (collect([json.loads(line) for line in text.splitlines() if line.strip()]),)
+            return (collect(_lines(text)),)
         return tuple(_measured(each) for each in json.loads(text)["measured"])
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise DataError(f"{where} holds no prices: {error!r}", "give the --out of kvad bench cache-quality") from error
+        raise _no_prices(where, error) from error
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A bench's lines, from a file or the folder that holds them, :func:`merged`.  DataError where there are none."""
+    where, text = _text(path)
+    try:
+        return merged(_lines(text))
+    except (ValueError, KeyError, TypeError) as error:
+        raise _no_prices(where, error) from error
+
+
+def _text(path: Path) -> tuple[Path, str]:
+    where = path / LINES if path.is_dir() else path
+    try:
+        return where, where.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read {where}: {error.strerror or error}") from error
+
+
+def _lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _no_prices(where: Path, error: Exception) -> DataError:
+    return DataError(f"{where} holds no prices: {error!r}", "give the --out of kvad bench cache-quality")
 
 
 def _measured(each: Mapping[str, Any]) -> Measured:
@@ -94,6 +127,20 @@ def collect(lines: Sequence[Mapping[str, Any]]) -> Measured:
         prices.append(Price(cache, ratio, _short(text, "price"), _short(text, "kl"), recall))
     name = Path(str(first["model"]).rstrip("/")).name
     return Measured(name, first["digest"], first["commit"], first["machine"], dict(first["options"]), tuple(prices))
+
+
+def merged(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The depths of a cache, kind and length in one line, their mean; what it says of prices is the same."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for line in lines:
+        found.setdefault(tuple(line[name] for name in ("cache", "ratio", "measure", "length")), []).append(line)
+    made = []
+    for some in found.values():
+        line = {name: value for name, value in some[0].items() if name != "depth"}
+        if "recall" in line:
+            line |= {"recall": _mean([each["recall"] for each in some]), "tasks": sum(each["tasks"] for each in some)}
+        made.append(line)
+    return made
 
 
 def _cells(lines: Sequence[Mapping[str, Any]], cache: str, ratio: float) -> dict[tuple[str, int], list[float]]:
@@ -122,9 +169,13 @@ def find_prices(measured: Sequence[Measured], cache: str, ratio: float) -> list[
     ]
 
 
-def main(folders: Sequence[str]) -> None:
-    """Write ``prices.json`` from the lines in ``folders``."""
-    found = [each for folder in folders for each in read_prices(Path(folder))]
+def main(arguments: Sequence[str]) -> None:
+    """Write ``prices.json`` from the lines in files or folders; or, after ``--merge``, print them merged."""
+    if arguments[:1] == ["--merge"]:
+        for folder in arguments[1:]:
+            print("\n".join(json.dumps(line) for line in read_lines(Path(folder))))
+        return
+    found = [each for folder in arguments for each in read_prices(Path(folder))]
     plain = [{**vars(each), "prices": [vars(price) for price in each.prices]} for each in found]
     rows = [
         json.dumps({**each, "prices": "@"}).replace(

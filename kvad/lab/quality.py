@@ -143,9 +143,15 @@ class _Tally:
 
     def told(self) -> Text:
         count = self.tokens
-        return Text(
-            math.exp(self.own / count), math.exp(self.judge / count), self.kl / count, self.agree / count, count
-        )
+        own, judge = _exp(self.own / count), _exp(self.judge / count)
+        return Text(own, judge, self.kl / count, self.agree / count, count)
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:  # a model that is sure of what is wrong
+        return math.inf
 
 
 def price(

@@ -20,7 +20,7 @@ from kvad.lab.bench import commit, machine
 from kvad.lab.plot import read_lines
 from kvad.lab.quality import ENOUGH, Options, cells, measure, price
 from kvad.lab.tasks import Kind, Language
-from kvad.lab.variants import Variant
+from kvad.lab.variants import Variant, row_bytes
 from kvad.llm import LLM
 
 __all__ = ["FILE", "Lines", "Result", "Row", "bench_quality", "digest", "text_rows"]
@@ -109,10 +109,11 @@ def text_rows(
 @dataclass(frozen=True)
 class Row:
     """One cache in the summary; None: not measured.  ``recall``: by kind, over all lengths that say something (of the
-    full cache: over all)."""
+    full cache: over all).  ``memory``: what a text's row takes of the pool, over what it takes of the full cache's."""
 
     cache: str
     ratio: float
+    memory: float | None
     perplexity: float | None
     price: float | None  # times the perplexity without a cache
     kl: float | None
@@ -231,10 +232,11 @@ class _Run:
 
     def row(self, variant: Variant) -> Row:
         text = self.lines.find(**_key(variant), measure="text") or {}
+        full = self.lines.find(cache="full", measure="text") or {}
+        memory = text["bytes"] / full["bytes"] if "bytes" in text and "bytes" in full else None
         recall: dict[str, float | None] = {kind: self._recall(variant, kind) for kind in self.options.kinds}
-        return Row(
-            variant.name, variant.ratio, text.get("perplexity"), text.get("price"), text.get("kl"), recall=recall
-        )
+        perplexity, times, kl = (text.get(name) for name in ("perplexity", "price", "kl"))
+        return Row(variant.name, variant.ratio, memory, perplexity, times, kl, recall)
 
     def _tick(self, what: str) -> None:
         self.done += 1
@@ -245,7 +247,9 @@ class _Run:
         if self.lines.find(**key) is None:
             found = price(self.llm, variant, self.texts, self.options.chunk)
             longest = max(map(len, self.texts))
-            line = {**key, "length": longest, "budget": variant.budget(longest), **asdict(found), "price": found.ratio}
+            taken = row_bytes(self.llm, variant, longest, chunk=self.options.chunk)
+            size = {"length": longest, "budget": variant.budget(longest), "bytes": taken}
+            line = {**key, **size, **asdict(found), "price": found.ratio}
             self.lines.add(line)
 
     def _cell(self, variant: Variant, kind: Kind, length: int, depth: float) -> None:

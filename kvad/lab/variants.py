@@ -1,27 +1,30 @@
 """Caches to be held beside one another: a name, the share of the cache that is dropped, and what makes it.
 
 A :class:`Variant` turns the length of a row into the fields of a :class:`~kvad.cache.sizing.CacheConfig`; everything
-else asks :func:`engine_of`.  ``full`` is the cache as it is; a precision is a variant that drops nothing.
+else asks :func:`engine_of`.  ``full`` is the cache as it is; a precision is a variant that drops nothing, and
+``snapkv+int8`` one that drops what snapkv does, of what is stored as int8 (``int8/int4``: keys and values apart).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvad.cache.formats import find_format
+from kvad.cache.formats import find_format, parted
 from kvad.cache.policy import Policy
-from kvad.cache.sizing import CacheConfig
+from kvad.cache.settle import settle
+from kvad.cache.sizing import CacheConfig, group_bytes, groups
+from kvad.config import mixers
 from kvad.engine.engine import Engine
 from kvad.errors import ConfigError, UsageError, nearest
-from kvad.lab.caches import FORMATS, POLICIES, RATIOS, budget_of
+from kvad.lab.caches import FORMATS, HIERARCHIES, POLICIES, RATIOS, block_for, budget_of, packing, sized_for
 from kvad.llm import LLM
 from kvad.model.compress import Compressor
 from kvad.own import load_own
 
-__all__ = ["POLICIES", "RATIOS", "Variant", "engine_of", "known_variants", "variants_of"]
+__all__ = ["POLICIES", "RATIOS", "Variant", "engine_of", "known_variants", "row_bytes", "variants_of"]
 
 SUMMARIES, LEARNED = "summaries", "learned"  # of older tokens: their means, or what a compressor makes of them
 RATIO = 8  # tokens of a summary, where no compressor says
@@ -49,10 +52,13 @@ class Variant:
 
 
 def known_variants() -> list[str]:
-    """``full``, the precisions and the policies that this build's cache knows."""
-    formats = [name for name in FORMATS if _accepted({"dtype": name})]
-    dropping = [name for name, said in POLICIES.items() if _accepted({"policy": said(64, 16)})]
-    return ["full", *formats, *dropping, SUMMARIES]
+    """``full``, the precisions and the policies that this build's cache knows; a policy and a precision go together by
+    a plus."""
+    return ["full", *(name for name in FORMATS if _accepted(_stored(name))), *_dropping_names(), SUMMARIES]
+
+
+def _dropping_names() -> list[str]:
+    return list(dict.fromkeys([*POLICIES, *HIERARCHIES]))
 
 
 def variants_of(
@@ -65,18 +71,28 @@ def variants_of(
     for ratio in ratios:
         if not 0 < ratio < 1:
             raise UsageError(f"ratio {ratio:g}: the share that is dropped lies between 0 and 1")
-    known = [*known_variants(), *([LEARNED] if compressor is not None else [])]
     found = [Variant("full", 0.0, fields_of("full"))]
     for name in dict.fromkeys(names):
-        if ":" in name:
-            found += _own(name, ratios)
-        elif name in POLICIES and name in known_variants():
-            found += [Variant(name, ratio, fields_of(name, ratio)) for ratio in ratios]
-        elif name in (SUMMARIES, LEARNED) and name in known:
-            found += [_summarising(name, ratio, compressor) for ratio in ratios]
+        policy, plus, stored = name.partition("+")
+        if plus:
+            made = [_both(each, stored) for each in _variants(policy, ratios, compressor) if each.ratio]
+            if not made:
+                raise UsageError(f"cache {name!r}: {policy} is no policy", "write it as snapkv+int8: POLICY+FORMAT")
+            found += made
         elif name != "full":
-            found.append(Variant(name, 0.0, fields_of(name)))
+            found += _variants(name, ratios, compressor)
     return found
+
+
+def _variants(name: str, ratios: Sequence[float], compressor: Compressor | None) -> list[Variant]:
+    """Of one name: once per ratio, or of what drops nothing, once."""
+    if ":" in name:
+        return _own(name, ratios)
+    if name in _dropping_names():
+        return [Variant(name, ratio, fields_of(name, ratio)) for ratio in ratios]
+    if name == SUMMARIES or (name == LEARNED and compressor is not None):
+        return [_summarising(name, ratio, compressor) for ratio in ratios]
+    return [Variant(name, 0.0, fields_of(name))]
 
 
 def _own(name: str, ratios: Sequence[float]) -> list[Variant]:
@@ -85,26 +101,47 @@ def _own(name: str, ratios: Sequence[float]) -> list[Variant]:
     if isinstance(made, type) and issubclass(made, Policy):
         return [Variant(name, ratio, partial(_budgeted, name, ratio)) for ratio in ratios]
     find_format(name, "cache")
-    return [Variant(name, 0.0, lambda _length, _every: {"dtype": name})]
+    return [Variant(name, 0.0, lambda _length, _every: _stored(name))]
 
 
 def _budgeted(name: str, ratio: float, length: int, _every: int) -> dict[str, Any]:
     return {"policy": f"{name}({budget_of(ratio, length)})"}
 
 
+def _both(variant: Variant, stored: str) -> Variant:
+    """The same, of what is stored in another format."""
+    form = _stored(stored)
+    if not _accepted(form):
+        raise UsageError(f"unknown cache {variant.name}+{stored}: {stored!r}", nearest(stored, FORMATS))
+    return replace(variant, name=f"{variant.name}+{stored}", fields=partial(_dropping_of, variant.fields, stored))
+
+
+def _dropping_of(fields: Fields, stored: str, length: int, every: int) -> dict[str, Any]:
+    made = fields(length, every)
+    return {**made, **_stored(stored), "policy": packing(made["policy"], stored)}
+
+
+def _stored(name: str) -> dict[str, Any]:
+    keys, values = parted(name)
+    return {"dtype": name} if keys == values else {"keys": keys, "values": values}
+
+
 def fields_of(name: str, ratio: float = 0.0) -> Fields:
     """What makes the cache of this name.  UsageError for a name that is none, or that this build's cache lacks."""
     if name == "full":
         return lambda _length, _every: {}
-    if name in POLICIES and name in known_variants():
+    if name in _dropping_names():
         return partial(_dropping, name, ratio)
-    if not _accepted({"dtype": name}):
+    if not _accepted(_stored(name)):
         raise UsageError(f"unknown cache {name!r}", nearest(name, known_variants()))
-    return lambda _length, _every: {"dtype": name}
+    return lambda _length, _every: _stored(name)
 
 
 def _dropping(name: str, ratio: float, length: int, every: int) -> dict[str, Any]:
-    return {"policy": POLICIES[name](budget_of(ratio, length), every)}
+    if name not in HIERARCHIES:
+        return {"policy": sized_for(name, ratio, length, every)}
+    block = block_for(budget_of(ratio, length))
+    return {"policy": sized_for(name, ratio, length, every, block), "block_size": block}
 
 
 def summaries(length: int, budget: int, ratio: int) -> dict[str, Any]:
@@ -142,6 +179,21 @@ def engine_of(
     ``capacity``: what a row may reach.  ``every``: a policy that ranks cuts so often (default: after each chunk).  No
     prefix is shared: every row's cache is its own.
     """
+    config = _cache_of(llm, variant, length, rows, capacity, chunk, every)
+    return Engine(llm.model, config, tokenizer=None, budget=rows * config.chunk, compressor=variant.compressor)
+
+
+def row_bytes(llm: LLM, variant: Variant, length: int, *, chunk: int) -> int:
+    """What a row of ``length`` tokens takes of the variant's pool at its longest, in whole blocks: payload, scales and
+    columns.  ConfigError for a cache that this model cannot have."""
+    model = llm.model.config
+    config = settle(model, _cache_of(llm, variant, length, 1, length, chunk, None))
+    return sum(group_bytes(group).per_row for group in groups(mixers(model), config))
+
+
+def _cache_of(
+    llm: LLM, variant: Variant, length: int, rows: int, capacity: int, chunk: int, every: int | None
+) -> CacheConfig:
     base: dict[str, Any] = {
         "dtype": llm.cache.dtype,
         "block_size": llm.cache.block_size,
@@ -152,7 +204,6 @@ def engine_of(
     }
     made = {**base, **variant.fields(length, base["chunk"] if every is None else every)}
     try:
-        config = CacheConfig(**made)
+        return CacheConfig(**made)
     except TypeError as error:
         raise UsageError(f"{variant.label}: this build's cache cannot: {error}") from None
-    return Engine(llm.model, config, tokenizer=None, budget=rows * base["chunk"], compressor=variant.compressor)

@@ -16,10 +16,10 @@ from kvad.cli.main import main
 from kvad.config import Attention, mixers
 from kvad.errors import DataError, MemoryPlanError
 from kvad.lab import prices, quality
-from kvad.lab.caches import FORMATS, POLICIES
-from kvad.lab.fit import Choice, choices_of, formats_of, offers, shortfall
+from kvad.lab.caches import FORMATS, HIERARCHIES, POLICIES
+from kvad.lab.fit import FAMILIES, Choice, choices_of, formats_of, offers, shortfall
 from kvad.lab.kept import kept, layer_names
-from kvad.lab.prices import LINES, collect, find_prices, read_prices
+from kvad.lab.prices import LINES, collect, find_prices, merged, read_lines, read_prices
 from kvad.lab.shapes import shape
 from kvad.lab.variants import known_variants
 from lab.models import tiny
@@ -142,7 +142,8 @@ def test_weights_that_are_too_large():
 
 def line(cache, ratio, measure, **more):
     told = {"digest": "d", "commit": "c", "machine": "m", "model": "/somewhere/runs/mine", "options": {"lengths": [64]}}
-    return {"cache": cache, "ratio": ratio, "measure": measure, "length": 64, **told, **more}
+    tasks = {} if measure == "text" else {"tasks": 8}
+    return {"cache": cache, "ratio": ratio, "measure": measure, "length": 64, **tasks, **told, **more}
 
 
 MINE = [
@@ -155,6 +156,9 @@ MINE = [
     line("sinks", 0.75, "single", depth=0.0, recall=0.25),
     line("sinks", 0.75, "single", depth=1.0, recall=0.5),
     line("sinks", 0.75, "many", depth=1.0, recall=0.5),
+    line("sinks+int8", 0.75, "text", price=1.5, kl=0.75),
+    line("sinks+int8", 0.75, "single", depth=0.0, recall=0.125),
+    line("quest", 0.5, "text", price=1.125, kl=0.25),
 ]
 
 
@@ -174,7 +178,10 @@ def test_a_price_is_what_was_measured_or_nothing():
     assert paid["float32", "full"].free and not paid["float32", "full"].paid
     assert paid["int8", "full"].perplexity.times == 1.25 and paid["int8", "full"].needle is None
     assert paid["float32", "sinks"].needle.recall == {"single": 0.375} and paid["float32", "sinks"].perplexity is None
-    others = [offer for key, offer in paid.items() if key not in (("int8", "full"), ("float32", "sinks"))]
+    both = paid["int8", "sinks"]
+    assert both.perplexity.times == 1.5 and both.needle.recall == {"single": 0.125}
+    known = ("int8", "full"), ("float32", "sinks"), ("int8", "sinks")
+    others = [offer for key, offer in paid.items() if key not in known]
     assert all(not offer.paid for offer in others)
 
 
@@ -186,6 +193,28 @@ def test_a_policy_as_written_has_the_price_of_its_share():
     assert not own[512].paid and own[1024].needle.recall == {"single": 0.375}
 
 
+def test_what_is_read_has_the_price_of_its_share():
+    found = table(planned(policy="quest(512)"), 2 * GIB, contexts=(512, 1024), measured=[collect(MINE)]).offers
+    own = {offer.context: offer for offer in found if (offer.stored, offer.policy) == ("float32", "quest(512)")}
+    assert own[512].free and own[1024].perplexity.times == 1.125
+
+
+def test_lines_of_fewer_depths_are_the_same_prices(tmp_path, capsys):
+    few = merged(MINE)
+    assert collect(few) == collect(MINE) and len(few) == len(MINE) - 2
+    (both,) = [each for each in few if (each["cache"], each["measure"]) == ("sinks", "single")]
+    assert (both["recall"], both["tasks"], "depth" in both) == (0.375, 16, False)
+    (tmp_path / LINES).write_text("".join(f"{json.dumps(each)}\n" for each in MINE))
+    prices.main(["--merge", str(tmp_path)])
+    assert [json.loads(each) for each in capsys.readouterr().out.splitlines()] == few == read_lines(tmp_path)
+
+
+def test_the_packaged_prices_are_what_the_runs_say():
+    runs = sorted((ROOT / "runs").glob("cache-quality-*.jsonl"))
+    said = [each for path in runs for each in read_prices(path)]
+    assert all(each in said for each in read_prices())
+
+
 def test_the_packaged_prices_say_where_they_are_from():
     found = read_prices()
     assert found and prices.ENOUGH == quality.ENOUGH
@@ -193,9 +222,11 @@ def test_the_packaged_prices_say_where_they_are_from():
         assert each.model and each.digest and len(each.commit) == 12 and each.machine and each.options
         assert "/" not in each.model
         for price in each.prices:
-            assert price.cache in known_variants() and (price.times is None or price.times > 0.99)
+            assert set(price.cache.split("+")) <= set(known_variants()) and (price.times is None or price.times > 0.99)
             assert all(0 <= recall <= 1 for recall in price.recall.values())
-    assert {price.cache for each in found for price in each.prices} >= {"full", "int8", "int4", *POLICIES}
+    priced = {price.cache for each in found for price in each.prices}
+    assert priced >= {"full", "int8", "int4", *POLICIES, *HIERARCHIES}
+    assert priced >= {f"{name}+{form}" for name in FAMILIES for form in ("bfloat16", "int8", "int4")}
     assert set(FORMATS) <= set(known_variants())
 
 

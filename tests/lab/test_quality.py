@@ -263,6 +263,13 @@ def test_variants():
         variants_of(["full"], (1.0,))
 
 
+def test_a_perplexity_beyond_all_floats(looker, spoken):
+    (window,) = variants_of(["window"], [0.875])[1:]
+    text = [*spoken.opening, *spoken.encode(lookup.episode(39, 0))]
+    lost = price(looker, window, [text], 16)
+    assert lost.perplexity == math.inf and lost.kl > 1, "its logits are in the thousands"
+
+
 # ---------------------------------------------------------------- the bench
 
 
@@ -279,6 +286,7 @@ def test_a_line_per_measurement_and_a_row_per_cache(looker, spoken, tmp_path):
     assert seen[-1][1] == seen[-1][2] == len(lines)
     assert {line["cache"] for line in lines} == {"full", "bfloat16"} and all(line["digest"] for line in lines)
     assert not result.notes and [row.cache for row in result.summary] == ["full", "bfloat16"]
+    assert result.summary[0].memory == 1 and 0.5 < result.summary[1].memory < 0.6, "positions are not halved"
     assert all(row.recall == {"single": 1, "many": 1, "chain": 1} for row in result.summary)
 
 
@@ -307,6 +315,20 @@ def test_another_models_lines_are_not_gone_on_from(looker, spoken, tmp_path):
     other = LLM(build(looker.model.config, dtype=torch.float32), looker.tokenizer, looker.cache)
     with pytest.raises(UsageError, match="was measured with another model"):
         bench(other, spoken, tmp_path, (), replace(NEEDLES, seed=1))
+
+
+def test_a_policy_and_a_format_are_measured_together(looker, spoken):
+    text = [*spoken.opening, *spoken.encode(lookup.episode(79, 0))]
+    variants = variants_of(["window", "window+int8"], [0.75])
+    result = bench_quality(looker, variants, spoken, [text], replace(SMALL, kinds=(), chunk=8))
+    assert [(line["cache"], line["ratio"]) for line in result.lines] == [
+        ("full", 0.0),
+        ("window", 0.75),
+        ("window+int8", 0.75),
+    ]
+    _, window, both = result.summary
+    assert both.memory < window.memory < 1 and both.kl == pytest.approx(window.kl, rel=0.5)
+    assert both.kl != window.kl and not result.notes
 
 
 def test_a_model_that_finds_nothing_says_nothing(looker, spoken):
@@ -464,6 +486,7 @@ def test_the_endless_command(tmp_path, capsys):
     assert ran.code == 0 and "flatness 1.0000" in ran.out
     lines = [json.loads(line) for line in (tmp_path / "out" / "bench-endless.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and lines[2]["stop"] == 90 and lines[0]["ratio"] == pytest.approx(1, abs=1e-4)
+    assert all(line["machine"] and "commit" in line and line["model"] == str(model) for line in lines)
     assert json.loads(run(capsys, "bench", "endless", model, *asked, "--json").out)["limit"] == 96
     long = run(capsys, "bench", "endless", model, "--cache", "full", "--tokens", 100_000, "--text", text)
     assert long.code == 2 and "name more with --text" in long.err
