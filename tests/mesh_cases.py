@@ -15,18 +15,20 @@ import torch
 from torch import nn
 
 from kvad import config as cfg
+from kvad.cache.ranks import TOVA
 from kvad.cache.sizing import CacheConfig
 from kvad.config import ModelConfig
 from kvad.model.transformer import Transformer
 from kvad.parallel.links import Links
 from tests.drive import Stream
+from tests.mesh_restore import restore
 from tests.models import bidirectional, model_config
-from tests.ranks import Case, run_rank
+from tests.ranks import Case, answers, run_rank
 
 HEADS = 8
 
 
-def shaped(position: str = "rope", kv_heads: int = 4, layers: int = 4, **mixer: Any) -> ModelConfig:
+def shaped(position: str = "rope", kv_heads: int = 4, layers: int = 2, **mixer: Any) -> ModelConfig:
     """Eight query heads; hidden widths of 40 and 41 numbers, which two ranks share evenly or not."""
     config = model_config(position, "post" if position == "learned" else "pre", "gqa", layers)
     assert config.decoder is not None
@@ -66,7 +68,14 @@ def pair(position: str = "rope", kv_heads: int = 4) -> ModelConfig:
     return replace(config, decoder=decoder, encoder=side, source=source)
 
 
-def streams(seed: int, source: bool = False, longest: int = 30) -> list[Stream]:
+def encoder() -> ModelConfig:
+    """An encoder alone, with the head of a masked language model."""
+    config = shaped("alibi")
+    assert config.decoder is not None
+    return replace(config, decoder=None, encoder=bidirectional(config.decoder), head=cfg.Head(bias=True))
+
+
+def streams(seed: int, source: bool = False, longest: int = 18) -> list[Stream]:
     """Ragged rows that come one after the other; two share a prompt, one has two samples."""
     chance = random.Random(seed)
 
@@ -75,9 +84,9 @@ def streams(seed: int, source: bool = False, longest: int = 30) -> list[Stream]:
 
     shared = ids(19)
     made = [
-        Stream(shared + ids(2), [ids(9), ids(9)]),
+        Stream(shared + ids(3), [ids(8), ids(8)]),
         Stream(ids(3), [ids(longest)], arrives=1),
-        Stream(ids(13), [ids(12)], arrives=2),
+        Stream(ids(13), [ids(9)], arrives=2),
         Stream(shared + ids(5), [ids(7)], arrives=9),
     ]
     if source:
@@ -104,11 +113,12 @@ def case(name: str, mesh: str, config: ModelConfig, cache: CacheConfig, **given:
     return Case(f"{name} {mesh}", mesh, config, cache, rows, **given)
 
 
+SUMMED = "hierarchy(8, packed=8, every=4, sinks=4, summaries=8, ratio=2)"
 EXPERTS = cfg.Experts(24, 4, 2, bias=True, router_bias=True)
 
 
 def of_two() -> list[Case]:
-    every = [case("rope gqa", mesh, shaped(), tight()) for mesh in ("2x1", "1x2")]
+    every = [case("rope gqa", mesh, shaped(), tight(), texts=True) for mesh in ("2x1", "1x2")]
     every += [
         case("alibi", "2x1", shaped("alibi"), tight()),
         case("alibi mha", "1x2", shaped("alibi", 8), tight()),
@@ -132,11 +142,11 @@ def of_two() -> list[Case]:
             mixed(),
             CacheConfig(layout="contiguous", rows=4, capacity=44, chunk=5, dtype="float64"),
         ),
-        case("pair", "2x1", pair(), tight(source_capacity=24)),
+        case("pair", "2x1", pair(), tight(source_capacity=24), texts=True),
         case("pair t5", "1x2", pair("t5"), tight(source_capacity=24)),
         case("sinks", "2x1", shaped(), roomy(policy="sinks(3, 9)")),
         case("endless", "1x2", shaped(), roomy(policy="sinks(3, 9)", endless=True, capacity=20)),
-        case("heavy", "2x1", shaped(), roomy(policy="0: full; heavy-hitters(8, every=4)", blocks=17)),
+        case("heavy", "2x1", shaped(), roomy(policy="0: full; heavy-hitters(8, every=4)", blocks=13)),
         case("tova", "2x1", shaped(), roomy(policy="tova(8, every=4)")),
         case("tova", "1x2", shaped("alibi"), roomy(policy="tova(8, every=4)")),
         case("random", "2x1", shaped(), roomy(policy="random(8, every=4)")),
@@ -146,12 +156,13 @@ def of_two() -> list[Case]:
         case("int8", "2x1", shaped(), tight(dtype="int8")),
         case("int8/int4", "1x2", shaped(), tight(keys="int8", values="int4")),
         case("channels", "2x1", shaped(), roomy(keys="int8-channel", residual=8)),
-        case(
-            "hierarchy", "2x1", shaped(), roomy(policy="hierarchy(8, packed=8, every=4, sinks=4, summaries=8, ratio=2)")
-        ),
-        case(
-            "hierarchy", "1x2", shaped(), roomy(policy="hierarchy(8, packed=8, every=4, sinks=4, summaries=8, ratio=2)")
-        ),
+        case("hierarchy", "2x1", shaped(), roomy(policy=SUMMED)),
+        case("hierarchy", "1x2", shaped(), roomy(policy=SUMMED)),
+        case("learned", "2x1", shaped(), roomy(policy=SUMMED), learned=True),
+        case("learned", "1x2", shaped(), roomy(policy=SUMMED), learned=True),
+        case("encoder", "2x1", encoder(), roomy(), run=answers),
+        case("encoder", "1x2", encoder(), roomy(), run=answers),
+        case("source alone", "2x1", pair(), tight(source_capacity=64), run=answers),
         case("read", "2x1", shaped(), tight(rotate="read")),
     ]
     return every
@@ -170,7 +181,7 @@ def own_tables() -> ModelConfig:
 
 def of_four() -> list[Case]:
     return [
-        case("rope", "2x2", shaped(), tight()),
+        case("rope", "2x2", shaped(), tight(), texts=True),
         case("alibi", "4x1", shaped("alibi"), tight()),
         case("rope", "1x4", mixed(), tight()),
         case("replicated", "4x1", shaped(kv_heads=2), tight()),
@@ -178,7 +189,22 @@ def of_four() -> list[Case]:
         case("tova int8", "2x2", shaped(), roomy(policy="tova(8, every=4)", dtype="int8")),
         case("hierarchy", "4x1", shaped(), roomy(policy="hierarchy(8, packed=8, every=4, summaries=8, ratio=2)")),
         case("norms of all heads", "4x1", shaped("rope", 2, qk_norm="full"), tight()),
+        *restored(),
     ]
+
+
+def restored() -> list[Case]:
+    """Rows whose state is more than keys and values: ranks and attention, packed blocks and summaries."""
+    levels = "hierarchy(8, packed=8, every=4, summaries=8, ratio=2)"
+    return [
+        case("kept by rank", "2x1", shaped(), alone("0: full; heavy-hitters(8, every=4)"), run=restore),
+        case("kept in levels", "2x1", shaped(kv_heads=2), alone(levels), run=restore),
+        case("kept on replicas", "4x1", shaped(kv_heads=2), alone(levels, dtype="int8"), run=restore),
+    ]
+
+
+def alone(policy: str, **given: Any) -> CacheConfig:
+    return roomy(policy=policy, rows=1, prefix=False, **given)
 
 
 # ---------------------------------------------------------------- broken on purpose
@@ -212,12 +238,18 @@ def layers_swapped(model: Transformer, links: Links) -> None:
     model.decoder.layers = nn.ModuleList(reversed(layers)) if links.mesh.stage else model.decoder.layers
 
 
+def heads_alone(model: Transformer, links: Links) -> None:
+    """A policy that ranks by all heads goes by those of its rank, from here to the end of this process."""
+    TOVA.alone = True  # type: ignore[assignment,method-assign]
+
+
 def broken() -> list[Case]:
     return [
         case("broken bias", "2x1", shaped(), tight(), wrong=bias_everywhere),
         case("broken sum", "2x1", shaped(), tight(), wrong=without_sum),
         case("broken slopes", "2x1", shaped("alibi"), tight(), wrong=slopes_of_the_first),
-        case("broken layers", "1x2", shaped(), tight(), wrong=layers_swapped),
+        case("broken layers", "1x2", shaped(layers=4), tight(), wrong=layers_swapped),
+        case("broken ranks", "2x1", shaped(), roomy(policy="tova(8, every=4)"), wrong=heads_alone),  # the last of all
     ]
 
 

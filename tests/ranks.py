@@ -19,15 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from kvad.cache.mesh import Mesh
 from kvad.cache.sizing import CacheConfig
-from kvad.config import ModelConfig
+from kvad.config import ModelConfig, mixers
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
+from kvad.model.compress import Compressor
 from kvad.model.transformer import Transformer
 from kvad.parallel.links import Links, connect
-from kvad.parallel.ranks import Part, follow, lead, part
+from kvad.parallel.ranks import Leading, Part, follow, lead, part
 from kvad.parallel.shard import shard
 from kvad.step import RESERVED_BLOCKS
 from tests.drive import Stream, drive
@@ -50,7 +52,9 @@ class Case:
     budget: int = 256
     dtype: torch.dtype = torch.float64
     wrong: Callable[[Transformer, Links], None] | None = None
-    run: Callable[[Case, Links], Result | None] | None = None  # instead of the usual
+    run: Callable[[Case, int, Store], Result | None] | None = None  # instead of the usual
+    learned: bool = False  # summaries by a compressor whose numbers are random
+    texts: bool = False  # compare the texts of real engines, one of whose requests is cancelled, too
 
 
 def cut(case: Case, links: Links, seed: int = 0) -> Transformer:
@@ -74,18 +78,22 @@ def compare(case: Case, links: Links) -> Result | None:
     """Teacher-forced logits, and greedy tokens, of the whole model and of the cut one."""
     if links.mesh.rank:
         model = cut(case, links)
-        follow(model, poisoned(part(model, case.cache, links)))
-        follow(model, poisoned(part(model, case.cache, links)))
+        given = {} if not case.learned else {"compressors": compressor(case).by_layer()}
+        for _ in range(1 + case.texts):
+            follow(model, poisoned(part(model, case.cache, links, **given)))
         return None
     whole, model = build(case.config, dtype=case.dtype), cut(case, links)
-    right = drive(whole, case.cache, case.streams, budget=case.budget)
-    made = []
+    options: dict[str, Any] = {"budget": case.budget}
+    if case.learned:
+        options["compressor"] = compressor(case)
+    right = drive(whole, case.cache, case.streams, **options)
+    made: list[Leading] = []
 
-    def making(*given: Any, **options: Any) -> Any:
+    def memory(*given: Any, **options: Any) -> Leading:
         made.append(lead(model, links)(*given, **options))
         return made[-1]
 
-    got = drive(model, case.cache, case.streams, budget=case.budget, memory=making)
+    got = drive(model, case.cache, case.streams, memory=memory, **options)
     made[-1].release()
     far, same = 0.0, True
     for key, positions in right.logits.items():
@@ -95,22 +103,53 @@ def compare(case: Case, links: Links) -> Result | None:
             difference = (logits.double() - other.double()).abs().max().item()
             far = max(far, math.inf if math.isnan(difference) else difference)
             same &= bool(logits.argmax() == other.argmax())
-    engine = Engine(model, case.cache, budget=case.budget, memory=making)
-    texts = greedy(Engine(whole, case.cache, budget=case.budget), case), greedy(engine, case)
-    bytes_held = sum(leaf.nbytes for leaf in made[-1].leaves())
-    engine.close()
-    return {
+    result = {
         "far": far,
         "argmax": same,
-        "tokens": texts[0] == texts[1],
-        "said": sum(map(len, texts[0].values())),
         "preemptions": got.preemptions,
         "copies": got.copies,
         "hits": got.hit_tokens,
         "mixed": got.mixed,
         "same_run": (right.steps, right.preemptions, right.copies) == (got.steps, got.preemptions, got.copies),
-        "bytes": bytes_held,
     }
+    if case.texts:
+        engine = Engine(model, case.cache, budget=case.budget, memory=memory)
+        texts = greedy(Engine(whole, case.cache, budget=case.budget), case), greedy(engine, case)
+        engine.close()
+        result |= {"tokens": texts[0] == texts[1], "said": sum(map(len, texts[0].values()))}
+    return result
+
+
+def compressor(case: Case) -> Compressor:
+    made = Compressor(mixers(case.config), 2)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return made.to(case.dtype)
+
+
+def answers(case: Case, rank: int, store: Store) -> Result | None:
+    """What an encoder says of texts: hidden states, or what its head makes of them.  Nothing is cached."""
+    links = connect(Mesh.parse(case.mesh).at(rank), store, timeout=TIMEOUT)
+    model = cut(case, links)
+    if rank:
+        follow(model, part(model, case.cache, links))
+        return None
+    texts = [stream.prompt[:40] for stream in case.streams]
+    said = []
+    for engine in (
+        Engine(build(case.config, dtype=case.dtype), case.cache),
+        Engine(model, case.cache, memory=lead(model, links)),
+    ):
+        for text in texts:
+            engine.submit_source([token % 41 for token in text])
+        pieces = {}
+        while not engine.idle:
+            pieces |= {piece.request: piece.output for piece in engine.step()}
+        said.append([pieces[number] for number in range(len(texts))])
+        engine.close()
+    return {"far": max((a - b).abs().max().item() for a, b in zip(*said, strict=True))}  # type: ignore[operator]
 
 
 def greedy(engine: Engine, case: Case) -> dict[str, list[int]]:
@@ -140,11 +179,14 @@ def run_rank(folder: Path, rank: int, size: int, cases: Sequence[Case]) -> None:
     results: dict[str, Result] = {}
     for case in cases:
         mesh = Mesh.parse(case.mesh)
-        if rank >= mesh.size:
+        if case.run is None and rank >= mesh.size:
             continue
         try:
-            links = connect(mesh.at(rank), dist.PrefixStore(case.name, store), timeout=TIMEOUT)
-            result = (case.run or compare)(case, links)
+            apart = dist.PrefixStore(case.name, store)
+            if case.run is not None:
+                result = case.run(case, rank, apart)
+            else:
+                result = compare(case, connect(mesh.at(rank), apart, timeout=TIMEOUT))
         except BaseException:
             result = {"error": traceback.format_exc()}
         if result is not None:

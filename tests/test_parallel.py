@@ -30,8 +30,8 @@ def test_a_mesh_says_what_one_process_says(name: str, found: dict[str, Result]) 
     result = found[name]
     assert "error" not in result, result["error"]
     assert result["far"] <= EXACT and result["argmax"]
-    assert result["tokens"] and result["said"] > 40
     assert result["same_run"], "the scheduler planned otherwise for a mesh"
+    assert "tokens" not in result or (result["tokens"] and result["said"] > 30)
 
 
 def test_what_was_run_had_everything_in_it(found: dict[str, Result]) -> None:
@@ -44,4 +44,22 @@ def test_what_was_run_had_everything_in_it(found: dict[str, Result]) -> None:
 def test_a_mistake_on_a_mesh_is_noticed(name: str, found: dict[str, Result]) -> None:
     result = found[name]
     assert "error" not in result, result["error"]
-    assert result["far"] > 1e-3 and not result["tokens"]
+    assert result["far"] > 1e-3
+
+
+@pytest.mark.parametrize("name", [case.name for case in cases(2) if case.run is not None])
+def test_an_encoder_on_a_mesh_answers_as_one_process_does(name: str, found: dict[str, Result]) -> None:
+    result = found[name]
+    assert "error" not in result, result["error"]
+    assert result["far"] <= EXACT
+
+
+@pytest.mark.parametrize("name", [case.name for case in cases(4) if case.run is not None])
+def test_a_row_kept_on_one_mesh_goes_on_on_another(name: str, found: dict[str, Result]) -> None:
+    """Its state is, to the byte, what one process has of it; woken, its next tokens are what they would have been."""
+    result = found[name]
+    assert "error" not in result, result["error"]
+    assert result["whole"] and result["parked"]
+    assert set(result["far"]) == {"1x1", "1x2", "2x2", "4x1"}
+    assert max(result["far"].values()) <= EXACT
+    assert result["unkept"] > 1e-3, "a row that lost its state says the same: the check sees nothing"
