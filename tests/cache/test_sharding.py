@@ -20,6 +20,8 @@ from kvad.cache.weights import weight_shapes
 from kvad.config import ModelConfig, mixers
 from kvad.engine.engine import Engine
 from kvad.errors import CacheError, ConfigError, KvadError, UsageError
+from kvad.model.fingerprint import fingerprint
+from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.parallel.links import Links
 from kvad.parallel.ranks import Part, lead
@@ -283,6 +285,17 @@ def test_what_a_mesh_does_not_promise_is_refused() -> None:
         engine(build(shaped()), probe=lambda seen: None)
 
 
+def test_what_a_mesh_keeps_belongs_to_the_whole_model() -> None:
+    """A cut model has another fingerprint; with the whole one's, what one mesh has stored is another's too."""
+    whole, cut = build(shaped()), build(shaped())
+    shard(cut, Links(Mesh(2)))
+    one = Engine(whole, roomy()).identity("")
+    part_alone = Engine(cut, roomy(), memory=lead(cut, Links(Mesh(2)))).identity("")
+    assert list(one.differs(part_alone.parts)) == ["model"]
+    known = Engine(cut, roomy(), memory=lead(cut, Links(Mesh(2))), weights=fingerprint(whole)).identity("")
+    assert not list(one.differs(known.parts)) and one.digest() == known.digest()
+
+
 def test_a_mesh_of_one_is_the_model_itself() -> None:
     """Not a number is cut, and no process group is asked for."""
     whole, cut = build(pair()), build(pair())
@@ -291,8 +304,6 @@ def test_a_mesh_of_one_is_the_model_itself() -> None:
 
 
 def test_a_stage_refuses_a_memory_that_is_not_its_own() -> None:
-    from kvad.model.fresh import Fresh
-
     model = build(mixed())
     shard(model, Links(Mesh(1, 2, 0), line=nn.Identity()))  # type: ignore[arg-type]
     ids = torch.arange(4)
