@@ -210,6 +210,11 @@ class Scored(Policy):
     def watch(self) -> int:
         return 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether a head's ranks follow from that head's columns, whatever its number and the other heads."""
+        return False
+
     def cut_after(self, length: int) -> int:
         """The first length above ``length`` at which the row is cut."""
         return (max(length, self.budget) // self.every + 1) * self.every

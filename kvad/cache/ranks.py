@@ -36,6 +36,10 @@ class HeavyHitters(Scored):
     def watch(self) -> int:
         return ALWAYS
 
+    @property
+    def alone(self) -> bool:
+        return True
+
     def rank(self, seen: Seen) -> Tensor:
         assert seen.mass is not None
         return seen.mass / (seen.now - seen.positions) if self.average else seen.mass
@@ -64,6 +68,10 @@ class SnapKV(Scored):
     @property
     def watch(self) -> int:
         return self.window
+
+    @property
+    def alone(self) -> bool:
+        return True
 
     def rank(self, seen: Seen) -> Tensor:
         from torch.nn.functional import avg_pool1d
@@ -96,6 +104,10 @@ class KeyNorm(Scored):
     """Short keys stay: they are those that get attention (Devoto et al. 2024, sec. 3)."""
 
     name: ClassVar[str] = "norm"
+
+    @property
+    def alone(self) -> bool:
+        return True
 
     def rank(self, seen: Seen) -> Tensor:
         return seen.keys().pow(2).sum(dim=-1).neg()  # of equal order as the norm

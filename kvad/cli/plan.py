@@ -58,6 +58,7 @@ COUNTS = _Counts()
 @click.option("--fit", metavar="SIZE", help="What could I run in 8GiB?  Several --context and --rows are for this.")
 @click.option("--ratios", default="0.75", show_default=True, help="With --fit: shares of a row to drop, as 0.5,0.75.")
 @click.option("--prices", type=click.Path(path_type=Path), help="With --fit: your own bench cache-quality's --out.")
+@click.option("--mesh", metavar="TxP", help="Bytes of each rank: T tensor ranks by P stages, as 2x1.")
 @click.option("--bandwidth", type=float, metavar="GB/s", help="Memory bandwidth [default: measured here].")
 @json_option
 def plan(
@@ -77,6 +78,7 @@ def plan(
     fit: str | None,
     ratios: str,
     prices: Path | None,
+    mesh: str | None,
     bandwidth: float | None,
     as_json: bool,
     **policies: Any,
@@ -93,8 +95,10 @@ def plan(
     kvad plan llama-3-8b --weights-dtype bfloat16 --fit 24GiB --context 8192 --rows 1,4
     kvad plan smollm-135m --cache-keys int8 --cache-values int4
     kvad plan gpt2 --policy "sinks(4, 252)"
+    kvad plan llama-3-8b --weights-dtype bfloat16 --context 8192 --rows 8 --mesh 4x1
     """
     from kvad.cache.available import available_bytes
+    from kvad.cache.mesh import Mesh
     from kvad.cache.sizing import DTYPE_BYTES
     from kvad.lab.machine import read_bandwidth
     from kvad.lab.plan import make_report, plan_target, read_target, to_json
@@ -108,6 +112,9 @@ def plan(
         raise click.BadParameter("must be above 0", param_hint="--bandwidth")
     _check({"--weights-dtype": weights_dtype}, DTYPE_BYTES)
     _check({"--dtype": dtype, "--cache-keys": cache_keys, "--cache-values": cache_values}, FORMATS)
+    if mesh is not None and fit is not None:
+        raise UsageError("--fit asks what one device holds, --mesh what several do", "ask for one of them")
+    ranks = None if mesh is None else Mesh.parse(mesh)
     size, asked = None if fit is None else parse_bytes(fit), policies_asked(policies)
     if size is None:
         _one(context, rows)
@@ -139,6 +146,7 @@ def plan(
         measured=bandwidth is None,
         fit=size,
         table=table,
+        mesh=ranks,
     )
     if as_json:
         emit_json(to_json(report))

@@ -25,9 +25,11 @@ def page(report: Report) -> str:
     plan = report.plan
     model = f"{report.name}: {num_parameters(plan.config):,} parameters, {_layers(plan.config)}"
     lines = [f"{model}; {asked(plan)}", "", *memory_lines(plan)]
+    if report.ranks:
+        lines += ["", *_rank_lines(report)]
     if report.speeds:
         lines += ["", *_speed_lines(report)]
-    if report.available is not None:
+    if report.available is not None and not report.ranks:
         verdict = "it fits" if plan.total <= report.available else "it does not fit"
         lines += ["", f"available here: {format_bytes(report.available)}: {verdict}"]
     if report.fit is not None:
@@ -133,6 +135,26 @@ def _said(cache: CacheConfig) -> str:
 
 def _parts(plan: MemoryPlan) -> str:
     return "payload, scales and columns" if plan.scales else "payload and columns"
+
+
+def _rank_lines(report: Report) -> list[str]:
+    """What each rank of a mesh has; of the pool, reserved blocks included."""
+    first, plan = report.ranks[0].mesh, report.plan
+    rows = [("rank", "tensor", "stage", "layers", "weights", "pool", "both", "")]
+    for rank in report.ranks:
+        mesh, sizes = rank.mesh, (rank.weights, rank.pool, rank.total)
+        at = (mesh.rank, mesh.tensor_rank, mesh.stage, layer_names(tuple(rank.layers)))
+        rows.append((*map(str, at), *(f"{size:,}" for size in sizes), format_bytes(rank.total)))  # type: ignore[arg-type]
+    widths = [max(len(row[column]) for row in rows) for column in range(8)]
+    work = plan.scratch + plan.activations
+    return [
+        f"a mesh of {first}, exact:",
+        *(
+            "  " + "  ".join(each.rjust(width) for each, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ),
+        f"and on each rank, at most, {work:,} for a step: what the whole model's takes",
+    ]
 
 
 def _speed_lines(report: Report) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -85,6 +85,8 @@ class Engine:
     request's logits and tokens are the same, bit for bit, whatever runs beside it and however its tokens are cut into
     steps (on a CPU, of one process: other machines, builds and numbers of threads round otherwise).
     ``compressor``: what makes the policy's summaries; ConfigError where the policy has none, or of another ratio.
+    ``memory``: what makes the memory, where it is one of several ranks (``parallel/ranks.py``); ``weights``: the
+    fingerprint of all ranks' weights, for :meth:`identity`, which sees this rank's part alone.
     """
 
     def __init__(
@@ -99,6 +101,8 @@ class Engine:
         probe: Probe | None = None,
         compressor: Compressor | None = None,
         stop_tokens: frozenset[int] = frozenset(),
+        memory: Callable[..., Memory] = Memory,
+        weights: str | None = None,
     ) -> None:
         cache = settle(model.config, cache)
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
@@ -113,9 +117,9 @@ class Engine:
             _check_compressor(compressor, placed)
             compressor = compressor.to(self.device)
         self.deterministic = deterministic
-        self._weights: str | None = None  # their fingerprint, when it was asked for
+        self._weights = weights  # their fingerprint, when it was asked for
         self._summaries = "" if compressor is None else compressor.fingerprint()
-        self.memory = Memory(
+        self.memory = memory(
             placed,
             device=self.device,
             rotate=cache.rotate,

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvad.cache.formats import parted
+from kvad.cache.mesh import Mesh
 from kvad.cache.planning import GroupPlan, MemoryPlan, fits, plan_memory, step_bytes
+from kvad.cache.portions import RankPlan, plan_ranks
 from kvad.cache.settle import settle
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Fit
 from kvad.cache.weights import num_parameters
@@ -80,6 +82,7 @@ class Report:
     fit: int | None
     fits: tuple[Fit, ...]
     table: Table | None = None  # of what would fit, where a decoder was asked
+    ranks: tuple[RankPlan, ...] = ()  # of a mesh, where one was asked for; the speeds are then nobody's
 
 
 def read_target(text: str) -> Target:
@@ -193,14 +196,19 @@ def make_report(
     measured: bool,
     fit: int | None = None,
     table: Table | None = None,
+    mesh: Mesh | None = None,
 ) -> Report:
-    """Speeds are for one row and for all rows, at the whole context; an encoder decodes nothing."""
+    """Speeds are for one row and for all rows, at the whole context; an encoder decodes nothing.
+
+    ``mesh``: what each of its ranks takes, instead of speeds; ConfigError where it does not fit the model.
+    """
     speeds = []
-    for rows in sorted({1, plan.cache.rows}) if plan.config.decoder is not None else ():
+    for rows in sorted({1, plan.cache.rows}) if plan.config.decoder is not None and mesh is None else ():
         read = step_bytes(plan, rows, plan.cache.capacity)
         speeds.append(Speed(rows, plan.cache.capacity, read, rows * bandwidth / read))
     largest = () if fit is None else fits(plan, fit)
-    return Report(name, plan, available, bandwidth, measured, tuple(speeds), fit, largest, table)
+    ranks = () if mesh is None else plan_ranks(plan, mesh)
+    return Report(name, plan, available, bandwidth, measured, tuple(speeds), fit, largest, table, ranks)
 
 
 def to_json(report: Report) -> Mapping[str, object]:
@@ -215,7 +223,15 @@ def to_json(report: Report) -> Mapping[str, object]:
         "bandwidth_measured": report.measured,
         "speeds": report.speeds,
         "fit": None if report.fit is None else _fit_json(report, report.fit),
+        "ranks": [_rank_json(rank) for rank in report.ranks],
     }
+
+
+def _rank_json(rank: RankPlan) -> Mapping[str, object]:
+    """Exact; a step's work comes on top, on each rank at most what the whole model's takes."""
+    where = {"rank": rank.mesh.rank, "tensor_rank": rank.mesh.tensor_rank, "stage": rank.mesh.stage}
+    sizes = {name: getattr(rank, name) for name in ("weights", "payload", "scales", "columns", "pool", "total")}
+    return {**where, "layers": list(rank.layers), "bytes": sizes}
 
 
 def _fit_json(report: Report, fit: int) -> Mapping[str, object]:

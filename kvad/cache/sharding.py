@@ -1,0 +1,183 @@
+"""The cache of a mesh: every rank's groups, and a row's state gathered from them or cut for them.
+
+One ledger serves all ranks.  A rank has *all* groups in their order, with the same blocks, so that block ids, tables
+and moves mean the same everywhere; of each group its stores hold this rank's kv heads of this rank's layers.  Layers
+are numbered anew within a rank, from 0, as its part of the model has them.  Positions, one per slot and group, lie on
+every rank: they are what makes a slot visible.
+
+A row's state is arrays by name, as ``Memory.held`` has them: "group.positions" [n, block_size], "group.layer.kind.part"
+[n, K, ...], axis 1 being kv heads.  :func:`merge` and :func:`split` are inverse to each other, so what one mesh has
+kept another may have again.  No torch is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvad.cache.mesh import Mesh, copies, kv_share, layer_share
+from kvad.cache.policy import Scored, Seen
+from kvad.cache.sizing import Group
+from kvad.errors import CacheError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["AcrossRanks", "cut_groups", "local_layers", "merge", "split"]
+
+State = Mapping[str, "Tensor"]
+
+
+def local_layers(groups: Sequence[Group], layers: int, mesh: Mesh) -> dict[int, int]:
+    """The layers of this rank's stage, as the whole memory numbers them (``layers`` of the decoder, then its
+    cross-attention) -> as the rank does.
+
+    4 layers with cross-attention, the second of two stages:   {2: 0, 3: 1, 6: 2, 7: 3}
+    """
+    every = sorted(layer for group in groups if group.level is None for layer in group.layers)
+    mine = layer_share(layers, mesh)
+    return {layer: number for number, layer in enumerate(layer for layer in every if layer % layers in mine)}
+
+
+def cut_groups(groups: Sequence[Group], layers: int, mesh: Mesh) -> tuple[Group, ...]:
+    """What a rank's Memory holds; ``groups`` as sizing has them, ``layers`` of the decoder."""
+    numbers = local_layers(groups, layers, mesh)
+    return tuple(
+        group._replace(
+            mixer=group.mixer._replace(kv_heads=len(kv_share(group.mixer.kv_heads, mesh))),
+            layers=tuple(numbers[layer] for layer in group.layers if layer in numbers),
+        )
+        for group in groups
+    )
+
+
+# ---------------------------------------------------------------- a row's state
+
+
+def merge(parts: Sequence[State], groups: Sequence[Group], layers: int, mesh: Mesh) -> dict[str, Tensor]:
+    """The state of one row from those of all ranks, in their order; ``groups``, ``layers``: the whole cache's.
+
+    Names and their order are those of the unsharded ``Memory.held``.  CacheError where ranks do not agree on what they
+    hold, or one lacks a part: a state is whole or there is none.
+    """
+    if len(parts) != mesh.size:
+        raise CacheError(f"the state of a row on a mesh of {mesh} has {mesh.size} parts, found {len(parts)}")
+    whole: dict[str, Tensor] = {}
+    for number, group in enumerate(groups):
+        name = f"{number}.positions"
+        if not any(name in part for part in parts):
+            continue  # groups of sources are left out of a row's own state
+        _check_positions(name, parts)
+        whole[name] = parts[0][name]
+        for layer in group.layers:
+            whole |= _merge_layer(parts, number, layer, group, groups, layers, mesh)
+    return whole
+
+
+def _check_positions(name: str, parts: Sequence[State]) -> None:
+    first = parts[0].get(name)
+    for rank, part in enumerate(parts):
+        if first is None or name not in part or not part[name].equal(first):
+            raise CacheError(f"rank {rank} holds other positions than rank 0 in {name}", "this is a bug in kvad")
+
+
+def _merge_layer(
+    parts: Sequence[State], number: int, layer: int, group: Group, groups: Sequence[Group], layers: int, mesh: Mesh
+) -> dict[str, Tensor]:
+    owners = [each for each in mesh.every() if layer % layers in layer_share(layers, each)]
+    local = local_layers(groups, layers, owners[0])[layer]
+    prefix, kv_heads = f"{number}.{local}.", group.mixer.kv_heads
+    kinds = [name.removeprefix(prefix) for name in parts[owners[0].rank] if name.startswith(prefix)]
+    if not kinds:
+        raise CacheError(f"rank {owners[0].rank} holds nothing of layer {layer} of group {number}")
+    made: dict[str, Tensor] = {}
+    for kind in kinds:
+        pieces = [parts[each.rank].get(prefix + kind) for each in owners[:: copies(kv_heads, mesh)]]
+        found = [piece for piece in pieces if piece is not None]
+        if len(found) != len(pieces) or sum(piece.shape[1] for piece in found) != kv_heads:
+            raise CacheError(f"{number}.{layer}.{kind}: {kv_heads} kv heads are not on the ranks of its stage")
+        made[f"{number}.{layer}.{kind}"] = _joined(found, kv_heads)
+    return made
+
+
+def _joined(pieces: Sequence[Tensor], kv_heads: int) -> Tensor:
+    """Along the axis of heads."""
+    first = pieces[0]
+    whole, low = first.new_empty((first.shape[0], kv_heads, *first.shape[2:])), 0
+    for piece in pieces:
+        whole[:, low : low + piece.shape[1]] = piece
+        low += piece.shape[1]
+    return whole
+
+
+def split(whole: State, groups: Sequence[Group], layers: int, mesh: Mesh) -> dict[str, Tensor]:
+    """This rank's part of a row's state: names and order are those of its own ``Memory.held``.
+
+    CacheError for a name that the cache has no place for.
+    """
+    numbers = local_layers(groups, layers, mesh)
+    part: dict[str, Tensor] = {}
+    for name, array in whole.items():
+        number, at, *kind = name.split(".")
+        if not number.isdecimal() or int(number) >= len(groups):
+            raise CacheError(f"{name}: the cache has {len(groups)} groups")
+        group = groups[int(number)]
+        if at == "positions":
+            part[name] = array
+            continue
+        if not at.isdecimal() or int(at) not in group.layers:
+            raise CacheError(f"{name}: group {number} has the layers {', '.join(map(str, group.layers))}")
+        if array.shape[1] != group.mixer.kv_heads:
+            raise CacheError(f"{name}: {array.shape[1]} kv heads, the cache has {group.mixer.kv_heads}")
+        if int(at) in numbers:
+            heads = kv_share(group.mixer.kv_heads, mesh)
+            part[".".join((number, str(numbers[int(at)]), *kind))] = array[:, heads.start : heads.stop]
+    return part
+
+
+# ---------------------------------------------------------------- what ranks
+
+
+@dataclass(frozen=True)
+class AcrossRanks(Scored):
+    """A policy that ranks, on a rank that has some heads of a layer: it says of them what it would say of all.
+
+    ``policy`` is asked about its own heads where it looks at each head alone (``Scored.alone``); else about all heads
+    of the layer, which ``gather`` ([K of this rank, ...] -> [K, ...], in order) brings together, and the answer is cut.
+    ``heads``: this rank's, of all; ``numbers``: the whole model's number of each layer of this rank.
+    """
+
+    policy: Scored = field(kw_only=True)
+    heads: range = field(kw_only=True)
+    numbers: tuple[int, ...] = field(kw_only=True)
+    gather: Callable[[Tensor], Tensor] = field(kw_only=True)
+
+    @staticmethod
+    def of(policy: Scored, heads: range, numbers: tuple[int, ...], gather: Callable[[Tensor], Tensor]) -> AcrossRanks:
+        sizes = policy.budget, policy.every, policy.recent, policy.sinks
+        return AcrossRanks(*sizes, policy=policy, heads=heads, numbers=numbers, gather=gather)
+
+    def __str__(self) -> str:
+        return str(self.policy)
+
+    @property
+    def watch(self) -> int:
+        return self.policy.watch
+
+    @property
+    def alone(self) -> bool:
+        return self.policy.alone
+
+    def rank(self, seen: Seen) -> Tensor:
+        seen = seen._replace(layer=self.numbers[seen.layer])
+        if self.policy.alone:
+            return self.policy.rank(seen)
+        keys, values = seen.keys, seen.values
+        every = seen._replace(
+            positions=self.gather(seen.positions),
+            mass=None if seen.mass is None else self.gather(seen.mass),
+            keys=lambda: self.gather(keys()),
+            values=lambda: self.gather(values()),
+        )
+        return self.policy.rank(every)[self.heads.start : self.heads.stop]

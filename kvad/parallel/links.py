@@ -1,0 +1,128 @@
+"""What a rank talks over: process groups as values.  torch's default group is neither made nor asked for.
+
+A stage's ranks add up their parts of a sum (tensor parallel); the stages of equal tensor rank hand hidden states on
+(pipeline); all ranks hear the plans (world).  Any of torch's process groups will do; :func:`connect` makes gloo's.
+Everything is called by all ranks of a group in the same order, or it waits until the group's timeout and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvad.cache.mesh import Mesh
+from kvad.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Links", "Talks", "connect"]
+
+
+class Talks(Protocol):
+    """What is asked of a process group."""
+
+    def allreduce(self, tensors: list[Tensor]) -> Any: ...
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any: ...
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any: ...
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any: ...
+    def recv(self, tensors: list[Tensor], of: int, tag: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Links:
+    """``world``: all ranks; ``stage``: those of one stage, by tensor rank; ``line``: one rank of each stage, in order.
+    None: this rank is alone there, and nothing is sent."""
+
+    mesh: Mesh
+    world: Talks | None = None
+    stage: Talks | None = None
+    line: Talks | None = None
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x of every rank of the stage, added up: the same bits on each of them."""
+        if self.stage is None:
+            return x
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise EngineError("a model on several ranks keeps no graph", "run it under torch.no_grad()")
+        x = x.contiguous()
+        self.stage.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor, every: int = 1) -> Tensor:
+        """x [n, ...] of every ``every``-th rank of the stage, one behind the other: [ranks / every * n, ...]."""
+        if self.stage is None:
+            return x
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.mesh.tensor)]
+        self.stage.allgather([parts], [x]).wait()
+        return torch.cat(parts[::every])
+
+    def hand_on(self, x: Tensor) -> None:
+        """To the next stage."""
+        assert self.line is not None
+        self.line.send([x.contiguous()], self.mesh.stage + 1, 0).wait()
+
+    def take_over(self, like: Tensor) -> Tensor:
+        """From the stage before: a tensor like this one."""
+        assert self.line is not None
+        x = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.line.recv([x], self.mesh.stage - 1, 0).wait()
+        return x
+
+    def of_last(self, x: Tensor) -> Tensor:
+        """What the last stage has, on every stage; ``x`` is like it."""
+        return x if self.line is None else _broadcast(self.line, x.contiguous(), self.mesh.pipeline - 1)
+
+    def of_first(self, x: Tensor) -> Tensor:
+        """What rank 0 has, on every rank; ``x`` is like it."""
+        return x if self.world is None else _broadcast(self.world, x.contiguous(), 0)
+
+    def send(self, x: Tensor, rank: int) -> None:
+        assert self.world is not None
+        self.world.send([x.contiguous()], rank, 1).wait()
+
+    def receive(self, x: Tensor, rank: int) -> Tensor:
+        """Into ``x``, which comes back."""
+        assert self.world is not None
+        self.world.recv([x], rank, 1).wait()
+        return x
+
+
+def _broadcast(group: Talks, x: Tensor, root: int) -> Tensor:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    group.broadcast([x], options).wait()
+    return x
+
+
+def connect(mesh: Mesh, store: Store, *, host: str = "127.0.0.1", timeout: float = 60.0) -> Links:
+    """Gloo's groups for this rank, found through ``store`` (a file's, or a port's), on this machine's address ``host``.
+
+    Every rank of the mesh calls it.  A mesh of its own wants a store, or a prefix, of its own.  ``timeout`` in seconds.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # its options are known to no type checker
+
+    def group(name: str, ranks: Sequence[int]) -> Talks | None:
+        if len(ranks) == 1:
+            return None
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=timeout)
+        apart = dist.PrefixStore(f"{mesh} {name}", store)  # type: ignore[attr-defined]
+        made: Talks = gloo(apart, ranks.index(mesh.rank), len(ranks), options)
+        return made
+
+    first = mesh.stage * mesh.tensor
+    return Links(
+        mesh,
+        world=group("world", range(mesh.size)),
+        stage=group(f"stage {mesh.stage}", range(first, first + mesh.tensor)),
+        line=group(f"line {mesh.tensor_rank}", range(mesh.tensor_rank, mesh.size, mesh.tensor)),
+    )

@@ -1,0 +1,148 @@
+"""What ranks tell one another: a kind, plain values and tensors, as one JSON text and one run of bytes.  No pickle.
+
+A message is three transfers, of which an empty one is left out: [2] int64 (how long the others are), the text, the
+bytes.  The text says each tensor's dtype and shape; tensors lie one behind the other, each at a multiple of 8 bytes.
+
+A step and its moves are integers and tensors of integers already; :func:`step_out` and :func:`moves_out` say them so,
+:func:`step_in` and :func:`moves_in` are their inverses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvad.step import Compact, Fold, Lane, Moves, Place, Step
+
+__all__ = ["Message", "moves_in", "moves_out", "receive", "send", "step_in", "step_out"]
+
+ALIGNED = 8  # bytes
+DTYPES = {
+    str(each).removeprefix("torch."): each
+    for each in (
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+class Message(NamedTuple):
+    """``said``: what JSON can say."""
+
+    kind: str
+    said: Any = None
+    tensors: tuple[Tensor, ...] = ()
+
+
+def send(message: Message, put: Callable[[Tensor], object]) -> None:
+    """By ``put``, which takes tensors of the host: to one rank, or to all."""
+    shapes = [[str(each.dtype).removeprefix("torch."), list(each.shape)] for each in message.tensors]
+    text = json.dumps([message.kind, message.said, shapes]).encode()
+    pieces = list(_bytes_of(message.tensors))
+    raw = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+    put(torch.tensor([len(text), len(raw)], dtype=torch.int64))
+    put(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    if len(raw):
+        put(raw)
+
+
+def receive(take: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> Message:
+    """By ``take``, which fills a tensor; the message's tensors are put on ``device``."""
+    length, size = take(torch.zeros(2, dtype=torch.int64)).tolist()
+    text = bytes(take(torch.zeros(length, dtype=torch.uint8)).tolist())
+    kind, said, shapes = json.loads(text)
+    raw = take(torch.zeros(size, dtype=torch.uint8)) if size else torch.empty(0, dtype=torch.uint8)
+    return Message(kind, said, tuple(each.to(device) for each in _tensors_in(raw, shapes)))
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    for each in tensors:
+        flat = each.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        yield flat
+        if len(flat) % ALIGNED:
+            yield flat.new_zeros(ALIGNED - len(flat) % ALIGNED)
+
+
+def _tensors_in(raw: Tensor, shapes: Sequence[tuple[str, list[int]]]) -> Iterator[Tensor]:
+    at = 0
+    for name, shape in shapes:
+        dtype = DTYPES[name]
+        size = math.prod(shape) * dtype.itemsize
+        yield raw[at : at + size].view(dtype).view(shape)
+        at += -(-size // ALIGNED) * ALIGNED
+
+
+# ---------------------------------------------------------------- steps
+
+
+def step_out(step: Step) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
+    """What JSON says of a step, in which numbers stand for the tensors beside it."""
+    tensors: list[Tensor] = []
+    return _describe(step, tensors), tuple(tensors)
+
+
+def _describe(step: Step, tensors: list[Tensor]) -> dict[str, Any]:
+    def keep(x: Tensor | None) -> int | None:
+        if x is None:
+            return None
+        tensors.append(x)
+        return len(tensors) - 1
+
+    said: dict[str, Any] = {name: keep(getattr(step, name)) for name in TENSORS}
+    said["lanes"] = step.lanes
+    said["places"] = [(keep(place.slots), [keep(each) for each in place.tables], place.lanes) for place in step.places]
+    said["source"] = None if step.source is None else _describe(step.source, tensors)
+    return said
+
+
+TENSORS = ("tokens", "positions", "wanted", "documents", "limits", "segments")
+
+
+def step_in(said: dict[str, Any], tensors: Sequence[Tensor]) -> Step:
+    """The inverse of :func:`step_out`."""
+
+    def lanes(pieces: Sequence[Sequence[int]] | None) -> tuple[Lane, ...] | None:
+        return None if pieces is None else tuple(Lane(*each) for each in pieces)
+
+    def at(number: int | None) -> Tensor | None:
+        return None if number is None else tensors[number]
+
+    places = tuple(
+        Place(at(slots), tuple(tensors[each] for each in tables), lanes(cut)) for slots, tables, cut in said["places"]
+    )
+    source = None if said["source"] is None else step_in(said["source"], tensors)
+    given: dict[str, Any] = {name: at(said[name]) for name in TENSORS}
+    return Step(**given, lanes=lanes(said["lanes"]) or (), places=places, source=source)
+
+
+def moves_out(moves: Moves) -> dict[str, Any] | None:
+    """Those that there are; None where nothing moves."""
+    every = moves._asdict()
+    said = {name: value for name, value in every.items() if any(value)}
+    return {**said, "groups": len(moves.clear)} if said else None
+
+
+def moves_in(said: dict[str, Any]) -> Moves:
+    """The inverse of :func:`moves_out`."""
+    nothing = ((),) * said["groups"]
+    given = {name: _tuples(value) for name, value in said.items() if name != "groups"}
+    for name, kind in (("compact", Compact), ("fold", Fold)):
+        if name in given:
+            given[name] = tuple(tuple(kind(*each) for each in group) for group in given[name])
+    return Moves(**{"clear": nothing, "copy": nothing, **given})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(each) for each in value) if isinstance(value, list) else value

@@ -1,0 +1,264 @@
+"""What is run on meshes: models of every position encoding, policies, formats; and what a broken mesh would do.
+
+``python -m tests.mesh_cases FOLDER RANK SIZE`` is one rank of them.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvad import config as cfg
+from kvad.cache.ranks import TOVA
+from kvad.cache.sizing import CacheConfig
+from kvad.config import ModelConfig
+from kvad.model.transformer import Transformer
+from kvad.parallel.links import Links
+from tests.drive import Stream
+from tests.mesh_restore import restore
+from tests.models import bidirectional, model_config
+from tests.ranks import Case, answers, run_rank
+
+HEADS = 8
+
+
+def shaped(position: str = "rope", kv_heads: int = 4, layers: int = 2, **mixer: Any) -> ModelConfig:
+    """Eight query heads; hidden widths of 40 and 41 numbers, which two ranks share evenly or not."""
+    config = model_config(position, "post" if position == "learned" else "pre", "gqa", layers)
+    assert config.decoder is not None
+    layer = config.decoder.kinds["L"]
+    given = {"heads": HEADS, "kv_heads": kv_heads, "bias": True, "out_bias": True, **mixer}
+    return with_layer(config, replace(layer, mixer=replace(layer.mixer, **given)))
+
+
+def with_layer(config: ModelConfig, layer: cfg.Layer, **stack: Any) -> ModelConfig:
+    assert config.decoder is not None
+    return replace(config, decoder=replace(config.decoder, **{"kinds": {**config.decoder.kinds, "L": layer}, **stack}))
+
+
+def with_mlp(config: ModelConfig, mlp: cfg.Plain | cfg.Gated | cfg.Experts) -> ModelConfig:
+    assert config.decoder is not None
+    return with_layer(config, replace(config.decoder.kinds["L"], mlp=mlp))
+
+
+def mixed(position: str = "rope") -> ModelConfig:
+    """Windows by a pattern of three: a stage begins in the middle of it."""
+    config = shaped(position)
+    assert config.decoder is not None
+    layer = config.decoder.kinds["L"]
+    near = replace(layer, mixer=replace(layer.mixer, window=7))
+    return with_layer(config, layer, pattern="LWW", layers=4, kinds={"L": layer, "W": near})
+
+
+def pair(position: str = "rope", kv_heads: int = 4) -> ModelConfig:
+    """An encoder-decoder, whose cross-attention has kv heads of its own number."""
+    config = shaped(position, kv_heads)
+    assert config.decoder is not None
+    layer = config.decoder.kinds["L"]
+    across = replace(layer.mixer, position=None, causal=False, window=None, kv_heads=HEADS)
+    decoder = replace(config.decoder, kinds={"L": replace(layer, cross=across)})
+    source = cfg.Source(64, cfg.Embedding(scale=2.0, norm=cfg.Norm("layer", bias=True)), 41, width=30)
+    side = replace(bidirectional(config.decoder), layers=3)
+    return replace(config, decoder=decoder, encoder=side, source=source)
+
+
+def encoder() -> ModelConfig:
+    """An encoder alone, with the head of a masked language model."""
+    config = shaped("alibi")
+    assert config.decoder is not None
+    return replace(config, decoder=None, encoder=bidirectional(config.decoder), head=cfg.Head(bias=True))
+
+
+def streams(seed: int, source: bool = False, longest: int = 18) -> list[Stream]:
+    """Ragged rows that come one after the other; two share a prompt, one has two samples."""
+    chance = random.Random(seed)
+
+    def ids(count: int, most: int = 60) -> list[int]:
+        return [chance.randrange(1, most) for _ in range(count)]
+
+    shared = ids(19)
+    made = [
+        Stream(shared + ids(3), [ids(8), ids(8)]),
+        Stream(ids(3), [ids(longest)], arrives=1),
+        Stream(ids(13), [ids(9)], arrives=2),
+        Stream(shared + ids(5), [ids(7)], arrives=9),
+    ]
+    if source:
+        made = [replace_source(stream, ids(5 + 6 * at, 40)) for at, stream in enumerate(made)]
+    return made
+
+
+def replace_source(stream: Stream, source: list[int]) -> Stream:
+    return Stream(stream.prompt, stream.continuations, stream.arrives, source)
+
+
+def tight(**given: Any) -> CacheConfig:
+    """Blocks for about two rows of four: rows are preempted, prefixes evicted."""
+    fields = {"block_size": 4, "rows": 4, "capacity": 44, "chunk": 5, "blocks": 17, "dtype": "float64"}
+    return CacheConfig(**{**fields, **given})  # type: ignore[arg-type]
+
+
+def roomy(**given: Any) -> CacheConfig:
+    return tight(**{"blocks": None, **given})
+
+
+def case(name: str, mesh: str, config: ModelConfig, cache: CacheConfig, **given: Any) -> Case:
+    rows = streams(len(name), config.source is not None)
+    return Case(f"{name} {mesh}", mesh, config, cache, rows, **given)
+
+
+SUMMED = "hierarchy(8, packed=8, every=4, sinks=4, summaries=8, ratio=2)"
+EXPERTS = cfg.Experts(24, 4, 2, bias=True, router_bias=True)
+
+
+def of_two() -> list[Case]:
+    every = [case("rope gqa", mesh, shaped(), tight(), texts=True) for mesh in ("2x1", "1x2")]
+    every += [
+        case("alibi", "2x1", shaped("alibi"), tight()),
+        case("alibi mha", "1x2", shaped("alibi", 8), tight()),
+        case("t5", "2x1", shaped("t5"), tight()),
+        case("t5 of layers", "2x1", own_tables(), tight()),
+        case("learned mha", "2x1", shaped("learned", 8), tight()),
+        case("replicated", "2x1", shaped(kv_heads=1), tight()),
+        case("norms of each head", "2x1", shaped(qk_norm="each"), tight()),
+        case("norms of all heads", "2x1", shaped(qk_norm="full"), tight()),
+        case("norms of all heads, replicated", "2x1", shaped("rope", 1, qk_norm="full"), tight()),
+        case("sinks and softcap", "2x1", shaped(sinks=True, softcap=3.0), tight()),
+        case("values", "2x1", shaped(value_dim=6, clip=2.0), tight()),
+        case("experts", "2x1", with_mlp(shaped(), EXPERTS), tight()),
+        case("odd widths", "2x1", with_mlp(shaped(), cfg.Gated(41, bias=True)), tight()),
+        case("windows", "1x2", mixed(), tight()),
+        case("windows", "2x1", mixed("alibi"), tight()),
+        case("copied", "2x1", shaped(), roomy(prefix=False)),
+        case(
+            "contiguous",
+            "2x1",
+            mixed(),
+            CacheConfig(layout="contiguous", rows=4, capacity=44, chunk=5, dtype="float64"),
+        ),
+        case("pair", "2x1", pair(), tight(source_capacity=24), texts=True),
+        case("pair t5", "1x2", pair("t5"), tight(source_capacity=24)),
+        case("sinks", "2x1", shaped(), roomy(policy="sinks(3, 9)")),
+        case("endless", "1x2", shaped(), roomy(policy="sinks(3, 9)", endless=True, capacity=20)),
+        case("heavy", "2x1", shaped(), roomy(policy="0: full; heavy-hitters(8, every=4)", blocks=13)),
+        case("tova", "2x1", shaped(), roomy(policy="tova(8, every=4)")),
+        case("tova", "1x2", shaped("alibi"), roomy(policy="tova(8, every=4)")),
+        case("random", "2x1", shaped(), roomy(policy="random(8, every=4)")),
+        case("random", "1x2", shaped(), roomy(policy="random(8, every=4)")),
+        case("norm replicated", "2x1", shaped(kv_heads=1), roomy(policy="norm(8, every=4)")),
+        case("quest", "2x1", shaped(), tight(policy="quest(12)", rotate="write")),
+        case("int8", "2x1", shaped(), tight(dtype="int8")),
+        case("int8/int4", "1x2", shaped(), tight(keys="int8", values="int4")),
+        case("channels", "2x1", shaped(), roomy(keys="int8-channel", residual=8)),
+        case("hierarchy", "2x1", shaped(), roomy(policy=SUMMED)),
+        case("hierarchy", "1x2", shaped(), roomy(policy=SUMMED)),
+        case("learned", "2x1", shaped(), roomy(policy=SUMMED), learned=True),
+        case("learned", "1x2", shaped(), roomy(policy=SUMMED), learned=True),
+        case("encoder", "2x1", encoder(), roomy(), run=answers),
+        case("encoder", "1x2", encoder(), roomy(), run=answers),
+        case("source alone", "2x1", pair(), tight(source_capacity=64), run=answers),
+        case("read", "2x1", shaped(), tight(rotate="read")),
+    ]
+    return every
+
+
+def own_tables() -> ModelConfig:
+    """T5's biases with a table for each layer (UMT5)."""
+    config = shaped("t5")
+    assert config.decoder is not None
+    layer = config.decoder.kinds["L"]
+    assert isinstance(layer.mixer.position, cfg.T5Bias)
+    return with_layer(
+        config, replace(layer, mixer=replace(layer.mixer, position=replace(layer.mixer.position, shared=False)))
+    )
+
+
+def of_four() -> list[Case]:
+    return [
+        case("rope", "2x2", shaped(), tight(), texts=True),
+        case("alibi", "4x1", shaped("alibi"), tight()),
+        case("rope", "1x4", mixed(), tight()),
+        case("replicated", "4x1", shaped(kv_heads=2), tight()),
+        case("pair alibi", "2x2", pair("alibi"), tight(source_capacity=24)),
+        case("tova int8", "2x2", shaped(), roomy(policy="tova(8, every=4)", dtype="int8")),
+        case("hierarchy", "4x1", shaped(), roomy(policy="hierarchy(8, packed=8, every=4, summaries=8, ratio=2)")),
+        case("norms of all heads", "4x1", shaped("rope", 2, qk_norm="full"), tight()),
+        *restored(),
+    ]
+
+
+def restored() -> list[Case]:
+    """Rows whose state is more than keys and values: ranks and attention, packed blocks and summaries."""
+    levels = "hierarchy(8, packed=8, every=4, summaries=8, ratio=2)"
+    return [
+        case("kept by rank", "2x1", shaped(), alone("0: full; heavy-hitters(8, every=4)"), run=restore),
+        case("kept in levels", "2x1", shaped(kv_heads=2), alone(levels), run=restore),
+        case("kept on replicas", "4x1", shaped(kv_heads=2), alone(levels, dtype="int8"), run=restore),
+    ]
+
+
+def alone(policy: str, **given: Any) -> CacheConfig:
+    return roomy(policy=policy, rows=1, prefix=False, **given)
+
+
+# ---------------------------------------------------------------- broken on purpose
+
+
+def bias_everywhere(model: Transformer, links: Links) -> None:
+    """Added on each rank, and so as often as there are ranks."""
+    whole = torch.full((model.config.width,), 0.3, dtype=model.table.dtype)
+    assert model.decoder is not None
+    for layer in model.decoder.layers:
+        layer.mixer.out.bias = nn.Parameter(whole)  # type: ignore[union-attr]
+
+
+def without_sum(model: Transformer, links: Links) -> None:
+    assert model.decoder is not None
+    layer = model.decoder.layers[0]
+    layer.mixer.out._forward_hooks.clear()  # type: ignore[union-attr]
+
+
+def slopes_of_the_first(model: Transformer, links: Links) -> None:
+    """Every rank has the slopes of the first rank's heads."""
+    assert model.decoder is not None
+    for layer in model.decoder.layers:
+        for hook in layer.mixer._forward_pre_hooks.values():  # type: ignore[union-attr]
+            hook._heads = range(len(hook._heads))
+
+
+def layers_swapped(model: Transformer, links: Links) -> None:
+    assert model.decoder is not None
+    layers = list(model.decoder.layers)
+    model.decoder.layers = nn.ModuleList(reversed(layers)) if links.mesh.stage else model.decoder.layers
+
+
+def heads_alone(model: Transformer, links: Links) -> None:
+    """A policy that ranks by all heads goes by those of its rank, from here to the end of this process."""
+    TOVA.alone = True  # type: ignore[assignment,method-assign]
+
+
+def broken() -> list[Case]:
+    return [
+        case("broken bias", "2x1", shaped(), tight(), wrong=bias_everywhere),
+        case("broken sum", "2x1", shaped(), tight(), wrong=without_sum),
+        case("broken slopes", "2x1", shaped("alibi"), tight(), wrong=slopes_of_the_first),
+        case("broken layers", "1x2", shaped(layers=4), tight(), wrong=layers_swapped),
+        case("broken ranks", "2x1", shaped(), roomy(policy="tova(8, every=4)"), wrong=heads_alone),  # the last of all
+    ]
+
+
+def cases(size: int) -> list[Case]:
+    return [*of_two(), *broken()] if size == 2 else of_four()
+
+
+if __name__ == "__main__":
+    size = int(sys.argv[3])
+    wanted = sys.argv[4:]
+    chosen = [each for each in cases(size) if not wanted or each.name in wanted]
+    run_rank(Path(sys.argv[1]), int(sys.argv[2]), size, chosen)

@@ -1,0 +1,156 @@
+"""A row that is kept on one mesh and goes on on others: ``mesh_cases.py`` runs :func:`restore` on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from kvad.cache.ledger import Ledger, Parked
+from kvad.cache.memory import Memory
+from kvad.cache.mesh import Mesh
+from kvad.cache.sizing import groups
+from kvad.config import mixers
+from kvad.model.transformer import Transformer
+from kvad.parallel.links import connect
+from kvad.parallel.ranks import Leading, follow, lead, part
+from kvad.step import Lane, Moves, Place, Step
+from tests.models import build
+from tests.ranks import TIMEOUT, Case, Result, cut
+
+MESHES = ("1x1", "1x2", "2x2", "4x1")
+
+
+class Alone:
+    """One row, its ledger, and a memory: tokens in, logits out."""
+
+    def __init__(self, case: Case, model: Transformer, memory: Memory | None = None) -> None:
+        placed = groups(mixers(case.config), case.cache)
+        self.model, self.memory = model, Memory(placed) if memory is None else memory
+        self.ledger, self.seat = Ledger(placed, prefix=False, seats=1), 0
+
+    def begin(self) -> Alone:
+        self.ledger.admit(0, [1], b"")
+        return self
+
+    @property
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        seat = self.ledger._seat(0)
+        return tuple(tuple(hold.blocks) for hold in seat.every)
+
+    @torch.inference_mode()
+    def feed(self, tokens: Sequence[int]) -> list[Tensor]:
+        """Logits behind every span; spans end where the policy cuts."""
+        said, done = [], 0
+        while done < len(tokens):
+            start = self.ledger.length(0)
+            count = min(3, len(tokens) - done, self.ledger.room(0))
+            placed = self.ledger.reserve([(0, start, count)])
+            assert placed is not None
+            self.memory.apply(placed.moves)
+            each = tokens[done : done + count]
+            said.append(self._logits(each, start, placed.slots, placed.tables))
+            self.ledger.commit(0, each)
+            done += count
+        return said
+
+    def _logits(
+        self, tokens: Sequence[int], start: int, slots: Sequence[list[int]], tables: Sequence[list[list[int]]]
+    ) -> Tensor:
+        written = [torch.tensor(each) for each in slots]
+        places = tuple(
+            Place(written[at] if at < len(written) else None, (torch.tensor(table, dtype=torch.int64),))
+            for at, table in enumerate(tables)
+        )
+        most = max(len(table[0]) for table in tables) * self.ledger.groups[0].block_size
+        positions = torch.arange(start, start + len(tokens))
+        step = Step(
+            torch.tensor(tokens), positions, (Lane(1, len(tokens), most),), positions[-1:] - start, places=places
+        )
+        return self.model.logits(self.model(step, self.memory), step.wanted)[0]
+
+
+def restore(case: Case, rank: int, store: Store) -> Result | None:
+    """Feed half of a row on ``case.mesh``, keep it, and feed the other half on every mesh."""
+    stream = case.streams[1]
+    tokens = stream.tokens()
+    half = len(tokens) * 2 // 3
+    result: Result = {"far": {}}
+    if rank == 0:
+        whole = Alone(case, build(case.config)).begin()
+        whole.feed(tokens[:half])
+        state = {each.name: each.array[each.blocks].clone() for each in whole.memory.held(whole.blocks)}
+        right = whole.feed(tokens[half:])
+    kept = _keep(case, Mesh.parse(case.mesh), rank, store, tokens[:half])
+    for name in MESHES:
+        mesh = Mesh.parse(name)
+        if rank >= mesh.size:
+            continue
+        links = connect(mesh.at(rank), dist.PrefixStore(f"wake {name}", store), timeout=TIMEOUT)
+        model = cut(case, links)
+        if rank:
+            follow(model, part(model, case.cache, links))
+            continue
+        assert kept is not None
+        parked, found, again = kept
+        result["whole"] = list(found) == list(state) and all(_near(found[each], state[each]) for each in state)
+        result["parked"] = list(again) == list(found) and all(found[each].equal(again[each]) for each in found)
+        row = Alone(case, model, _leading(case, model, links))
+        result["far"][name] = _far(right, _woken(row, parked, found, tokens[half:]))
+        if name == "1x1":
+            lost = {each: torch.zeros_like(x) if "keys" in each else x for each, x in found.items()}
+            other = Alone(case, build(case.config))
+            result["unkept"] = _far(right, _woken(other, parked, lost, tokens[half:]))
+        row.memory.release()
+    return result if rank == 0 else None
+
+
+def _keep(
+    case: Case, mesh: Mesh, rank: int, store: Store, tokens: Sequence[int]
+) -> tuple[Parked, dict[str, Tensor], dict[str, Tensor]] | None:
+    """The row's place and its state, read while it lives, and again from where it was parked."""
+    if rank >= mesh.size:
+        return None
+    links = connect(mesh.at(rank), dist.PrefixStore("keep", store), timeout=TIMEOUT)
+    model = cut(case, links)
+    if rank:
+        follow(model, part(model, case.cache, links))
+        return None
+    row = Alone(case, model, _leading(case, model, links)).begin()
+    row.feed(tokens)
+    memory, blocks = row.memory, row.blocks
+    assert isinstance(memory, Leading)
+    found = memory.row(blocks)
+    parked, nothing = row.ledger.park(0), ((),) * len(memory.groups)
+    memory.apply(Moves(nothing, nothing, park=((parked.key, blocks),)))
+    again = memory.parked_row(parked.key)
+    memory.release()
+    return parked, found, again
+
+
+def _leading(case: Case, model: Transformer, links: object) -> Leading:
+    return lead(model, links)(groups(mixers(case.config), case.cache), device="cpu")  # type: ignore[arg-type]
+
+
+def _woken(row: Alone, parked: Parked, state: dict[str, Tensor], tokens: Sequence[int]) -> list[Tensor]:
+    """By the mesh's own memory, or by one process's that is given the whole."""
+    assert row.ledger.wake(0, parked)
+    if isinstance(row.memory, Leading):
+        row.memory.keep_row(parked.key, state)
+    else:
+        row.memory.parked[parked.key] = list(state.values())
+    return row.feed(tokens)
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    """As computed on a mesh, and by one process; integers are equal."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.equal(b) if not a.is_floating_point() else torch.allclose(a, b, rtol=0, atol=1e-6, equal_nan=True)
+
+
+def _far(right: Sequence[Tensor], got: Sequence[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(right, got, strict=True))
