@@ -61,6 +61,8 @@ WITHOUT_TORCH = [
     "kvad.cache.identity",
     "kvad.cache.full",
     "kvad.cache.settle",
+    "kvad.cache.spilled",
+    "kvad.cache.spool",
     "kvad.cache.sizing",
     "kvad.cache.planning",
     "kvad.cache.peak",

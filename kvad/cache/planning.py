@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from kvad.cache.available import available_bytes
 from kvad.cache.full import SINKS
 from kvad.cache.peak import peak
+from kvad.cache.policy import Hierarchy
 from kvad.cache.settle import settle
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
 from kvad.cache.weights import lookup_bytes, weight_bytes, weight_shapes
@@ -128,7 +129,7 @@ class MemoryPlan:
         """What one row takes in *host* memory while it has given way to others (``Memory.parked``): all that it held,
         where it cannot be computed anew; 0 where it can.  Beside ``total``: nobody knows how many rows will wait."""
         own = [each for each in self.groups if not each.group.mixer.cross]
-        if not any(each.group.scored or each.group.levels for each in own):
+        if not any(each.group.scored or isinstance(each.group.levels, Hierarchy) for each in own):
             return 0
         return sum(each.row_payload + each.row_scales + each.row_columns for each in own)
 
