@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -78,18 +78,20 @@ def observe(
     q, k, v, reading = part
     before = iter(below)
     first = next(before, None)
-    parts: Iterable[Part] = (part,) if first is None else chain((first,), before, (part,))
+    alone = first is None
+    parts: Iterable[Part] = (part,) if first is None else chain(_gone([first]), before, (part,))
+    del first
     if probe is not None or count is not None:
         parts = list(parts)
     far, want = reading.far if score.rotary is not None else None, probe is not None
     if isinstance(kernel, Tiles):
-        assert first is None and far is None and count is None, "aligned tiles are of whole tokens, where they were"
+        assert alone and far is None and count is None, "aligned tiles are of whole tokens, where they were"
         done = Attended(attend_aligned(q, k, v, reading, score, kernel))
         done = attend(q, k, v, reading, score, want=True)._replace(out=done.out) if want else done
     elif far is not None:
-        assert first is None, "levels and sinks that are numbered anew do not meet"
+        assert alone, "levels and sinks that are numbered anew do not meet"
         done = _renumbered(part, far, score, kernel, want, at)
-    elif count is not None or first is not None:
+    elif count is not None or not alone:
         done = merge(parts, score, kernel=kernel, want=want, mass=count is not None, count=count)
     else:
         done = attend(q, k, v, reading, score, kernel=kernel, want=want)
@@ -99,6 +101,12 @@ def observe(
         positions = torch.cat([part.reading.keys.position for part in parts], dim=-1)
         probe(Seen(layer, lane, q, k, v, positions, done.scores, done.weights, done.out))
     return done
+
+
+def _gone(parts: list[Part]) -> Iterator[Part]:
+    """From a list that lets them go."""
+    while parts:
+        yield parts.pop()
 
 
 def _renumbered(part: Part, far: Tensor, score: Score, kernel: Kernel, want: bool, at: slice) -> Attended:
