@@ -2,9 +2,10 @@
 
 The host says which blocks leave (``Moves.pack``) and which a row reads (its level's table), as of any level.  Whole
 blocks go into a :class:`~kvad.cache.spool.Spool` as the bytes that they were, so nothing is lost and no format knows of
-it.  A step reads them once per layer, in tiles, in an order that is known when it begins: a thread of its own reads
-ahead into two buffers in turn, the next tile of this layer or the first of the next, while the layer attends to the
-last one (``ops/merge.py`` takes parts one after the other).  So what is there at once is bounded, however long a row.
+it.  A step reads them once per layer, in tiles, and ``ops/merge.py`` takes parts one after the other: so what is there
+at once is bounded, however long a row.  A tile in host memory is read where it lies.  Others come in an order that is
+known when the step begins: a thread of its own reads ahead into two buffers in turn, the next tile of this layer or the
+first of the next, while the layer attends to the last one.
 
 Rows that read a line which is not there any more are told of (:meth:`Spill.lost`); what came out of their step is
 theirs alone to be thrown away, for rows do not see one another.
@@ -35,6 +36,8 @@ from kvad.step import EMPTY_BLOCK, RESERVED_BLOCKS, Mark, Step
 
 __all__ = ["Spill", "SpillStats", "Tile", "default_folder"]
 
+FEW = 8  # runs of a row in a tile that are copied one by one; more are gathered first
+
 
 class SpillStats(NamedTuple):
     """Bytes ``written`` and read since the start, by where they lay; ``failed`` operations on the disk; bytes that the
@@ -49,12 +52,14 @@ class SpillStats(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some blocks of each row of a lane: ``table`` [R, n], ``runs`` of its lines, row by row."""
+    """Some blocks of each row of a lane: ``table`` [R, n], ``runs`` of its lines, none of two rows; ``near``: all of
+    them lie in host memory."""
 
     lane: int
     table: Table
     keys: Mark
     runs: list[Run]
+    near: bool
 
 
 def default_folder() -> Path:
@@ -136,10 +141,14 @@ class Spill:
         self._quiet()
         tiles = {number: list(self._tiles(number, step, positions[number])) for number in self.spools}
         jobs = [
-            (layer, number, tile) for number, every in tiles.items() for layer in self._layers[number] for tile in every
+            (layer, number, tile)
+            for number, every in tiles.items()
+            for layer in self._layers[number]
+            for tile in every
+            if not tile.near
         ]
         jobs.sort(key=lambda job: job[:1])
-        self._ahead = _Ahead(self, jobs) if jobs else None
+        self._ahead = _Ahead(self, jobs)
         return tiles
 
     def _tiles(self, number: int, step: Step, column: Tensor) -> Iterator[Tile]:
@@ -150,20 +159,33 @@ class Spill:
             for at in range(0, per_row, many):
                 cut = blocks[:, at : at + many]
                 table = Table(cut, size, cut.shape[1] * size)
-                numbers = [b - RESERVED_BLOCKS if b != EMPTY_BLOCK else -1 for b in cut.flatten().tolist()]
-                yield Tile(lane, table, Mark(read_column(column, table)), self.spools[number].split(numbers))
+                runs = [
+                    run._replace(place=run.place + row * cut.shape[1])
+                    for row, ids in enumerate(cut.tolist())
+                    for run in self.spools[number].split(
+                        [block - RESERVED_BLOCKS if block != EMPTY_BLOCK else -1 for block in ids]
+                    )
+                ]
+                near = len(runs) <= FEW * rows and all(0 <= run.first < share.ram for run in runs)
+                yield Tile(lane, table, Mark(read_column(column, table)), runs, near)
 
     def read(self, number: int, layer: int, tile: Tile, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [R, K, S, D] and values [R, K, S, Dv] of the step's next tile, in the dtype and on the device of
         ``like``."""
-        assert self._ahead is not None, "this step reads nothing that was spilled"
+        assert self._ahead is not None, "no step is open"
+        if tile.near:
+            spool, place = self.spools[number], self._layers[number].index(layer)
+            found = [(run.place, spool.where(place, run)) for run in tile.runs]
+            lines = [(place, torch.from_numpy(there)) for place, there in found if there is not None]
+        else:
+            lines = [(0, self._ahead.take(layer, tile))]
         rows, blocks = tile.table.rows, tile.table.per_row
-        lines = self._ahead.take(layer, tile).view(rows, blocks, -1)
-        size, heads = tile.table.block_size, self._heads[number]
+        shape = rows, self._heads[number], blocks, tile.table.block_size
         raw: tuple[list[Tensor], list[Tensor]] = [], []
         for piece in self._pieces[number]:
-            raw[piece.side].append(_arrays(lines, piece, heads, size, like.device))
-        self._ahead.done()
+            raw[piece.side].append(_arrays(lines, piece, shape, like.device))
+        if not tile.near:
+            self._ahead.done()
         keys, values = self._codecs[number]
         return keys.decode(raw[0], like.dtype), values.decode(raw[1], like.dtype)
 
@@ -232,10 +254,19 @@ def _prepare(folder: Path, disk: Disk) -> None:
         raise CacheError(f"cannot spill to {folder}: {error.strerror or error}", "give another --spill-dir") from None
 
 
-def _arrays(lines: Tensor, piece: Piece, heads: int, size: int, device: torch.device) -> Tensor:
-    """lines [R, n, bytes] -> that array of all of them, [R, K, n * block_size, width], a copy."""
-    rows, blocks, _ = lines.shape
-    there = lines[..., piece.offset : piece.offset + piece.nbytes].view(getattr(torch, piece.dtype))
-    there = there.view(rows, blocks, heads, size, piece.width).transpose(1, 2)
-    made = torch.empty((rows, heads, blocks, size, piece.width), dtype=there.dtype, device=device)
-    return made.copy_(there).view(rows, heads, blocks * size, piece.width)
+def _arrays(
+    lines: Sequence[tuple[int, Tensor]], piece: Piece, shape: tuple[int, int, int, int], device: torch.device
+) -> Tensor:
+    """(place, lines [n, bytes]) of a tile, of whole rows or of parts of one -> that array of all of them,
+    [R, K, P * block_size, width], a copy; ``shape``: R, K, P, block_size."""
+    rows, heads, blocks, size = shape
+    dtype: torch.dtype = getattr(torch, piece.dtype)
+    made = torch.empty((rows, heads, blocks, size, piece.width), dtype=dtype, device=device)
+    for place, part in lines:
+        there = part[:, piece.offset : piece.offset + piece.nbytes].view(dtype).view(-1, heads, size, piece.width)
+        if len(there) == rows * blocks:
+            made.copy_(there.view(rows, blocks, heads, size, piece.width).transpose(1, 2))
+        else:
+            at = place % blocks
+            made[place // blocks, :, at : at + len(there)] = there.transpose(0, 1)
+    return made.view(rows, heads, blocks * size, piece.width)

@@ -150,6 +150,14 @@ class Spool:
                     lost[place + number] = why
         return lost
 
+    def where(self, layer: int, run: Run) -> Lines | None:
+        """The lines of a run that lies in memory: a view.  None: it does not."""
+        _, first, count = run
+        if not 0 <= first < self.share.ram:
+            return None
+        self.read_ram += count * self.share.line
+        return self._ram[layer, first : first + count]
+
     def _read(self, layer: int, first: int, into: Lines) -> dict[int, str]:
         data, size, at = into.reshape(-1).data, self.share.line, first - self.share.ram
         lost = {n: self._lost[layer, first + n] for n in range(len(into)) if (layer, first + n) in self._lost}
