@@ -113,6 +113,7 @@ def drive(
             fill_unowned(engine, math.nan)
     run.preemptions = engine.scheduler.stats().preemptions
     run.hit_tokens = engine.ledger.stats().hit_tokens
+    engine.close()
     return run
 
 

@@ -64,6 +64,8 @@ WITHOUT_TORCH = [
     "kvad.cache.portions",
     "kvad.cache.settle",
     "kvad.cache.sharding",
+    "kvad.cache.spilled",
+    "kvad.cache.spool",
     "kvad.cache.sizing",
     "kvad.cache.planning",
     "kvad.cache.peak",

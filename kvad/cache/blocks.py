@@ -18,6 +18,7 @@ After nano-vllm's ``engine/block_manager.py`` and vLLM's ``v1/core/block_pool.py
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
@@ -25,7 +26,7 @@ from weakref import WeakValueDictionary
 
 from kvad.step import RESERVED_BLOCKS
 
-__all__ = ["BlockPool", "Hash", "Prefix", "Prefixes", "digest"]
+__all__ = ["BlockPool", "Hash", "LowestFirst", "Prefix", "Prefixes", "digest"]
 
 Hash = Callable[[bytes], bytes]
 
@@ -192,3 +193,20 @@ class BlockPool:
             published = self.prefixes[block] is not None
             assert published or not seen_published, "a free block stands behind an evictable one"
             seen_published = published
+
+
+class LowestFirst(BlockPool):
+    """A pool that gives its lowest free block, and publishes none: of a spool, whose first blocks are the fastest."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__(blocks)
+        self._heap = list(self._idle)
+
+    def take(self) -> tuple[int, bool]:
+        self._idle.move_to_end(heapq.heappop(self._heap), last=False)
+        return super().take()
+
+    def release(self, block: int) -> None:
+        super().release(block)
+        if not self.refs[block]:
+            heapq.heappush(self._heap, block)

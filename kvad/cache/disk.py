@@ -1,4 +1,4 @@
-"""The disk, as caches use it: nine operations, each of which may raise OSError, and nothing else.
+"""The disk, as caches use it: ten operations, each of which may raise OSError, and nothing else.
 
 One seam for all that is stored (``entry.py``, ``shelf.py``): tests hand over a disk whose k-th operation fails, or one
 that forgets what was not flushed when the power goes (``tests/cache/disks.py``).  Nothing here retries: after a failed
@@ -25,8 +25,8 @@ class Disk:
     """The real one."""
 
     def create(self, path: Path) -> int:
-        """A new file to write to, for its owner only; FileExistsError where there is one."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
+        """A new file to write to and to read back, for its owner only; FileExistsError where there is one."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE)
 
     def open(self, path: Path) -> int:
         """An existing file to read from, not a link."""
@@ -37,6 +37,13 @@ class Disk:
         left = memoryview(data).cast("B") if len(data) else memoryview(b"")
         while left:
             left = left[os.write(file, left) :]
+
+    def write_at(self, file: int, data: Buffer, offset: int) -> None:
+        """All of ``data``, from ``offset`` on; what is passed over reads as zeros."""
+        left, done = memoryview(data).cast("B") if len(data) else memoryview(b""), 0
+        while left:
+            count = os.pwrite(file, left, offset + done)
+            left, done = left[count:], done + count
 
     def read(self, file: int, into: Buffer, offset: int) -> int:
         """Fills ``into`` from ``offset`` on; returns the bytes that there were."""

@@ -10,6 +10,9 @@
 ``sinks``       goes on under ``sinks(4, L - 4)``       as ``preempt``
 ``summarise``   goes on up to the model's limit, its    as ``preempt``
                 older tokens as summaries
+``spill``       goes on up to the model's limit with    as ``preempt``
+                the same tokens, its older ones in host
+                memory and on disk
 ==============  ======================================  ==============================================================
 
 ``L``: the model's limit or the cache's capacity, whichever is less.  Names only; ``settle.py`` says what a cache needs
@@ -23,7 +26,7 @@ from typing import Any, Literal
 
 __all__ = ["GOES_ON", "ON_FULL", "SINKS", "LimitName", "OnFull", "with_endless"]
 
-OnFull = Literal["preempt", "stop", "refuse", "window", "sinks", "summarise"]
+OnFull = Literal["preempt", "stop", "refuse", "window", "sinks", "summarise", "spill"]
 LimitName = Literal["max_tokens", "model", "cache", "pool"]  # what ends a row by its length
 
 SINKS = 4  # Xiao et al. 2023, sec. 3.1: four are enough
@@ -35,8 +38,9 @@ ON_FULL: Mapping[str, str] = {
     "window": "a row goes on past L with its last L tokens",
     "sinks": f"a row goes on past L with its first {SINKS} tokens and its last L - {SINKS}",
     "summarise": "a row goes on past the cache's capacity, older tokens as summaries",
+    "spill": "the same, older tokens as they are in host memory and on disk: slower, and nothing is lost",
 }
-GOES_ON = ("window", "sinks", "summarise")
+GOES_ON = ("window", "sinks", "summarise", "spill")
 
 
 def with_endless(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvad.cache.blocks import BlockPool, Hash, Prefix, Prefixes, digest
+from kvad.cache.blocks import BlockPool, Hash, LowestFirst, Prefix, Prefixes, digest
 from kvad.cache.descent import Descended, Descents, blocks_of
+from kvad.cache.policy import Spilled
 from kvad.cache.seats import NEVER, Hold, Parked, Seat, in_ring, place_of
 from kvad.cache.sizing import Group
 from kvad.cache.sources import PlacedSources, Source, Sources
@@ -99,7 +100,7 @@ class Ledger:
         self.own, self.below = tuple(own), tuple(below)
         self._kept = len(own) + len(below)
         self.spare = tuple(math.ceil(watermark * group.usable) for group in self.groups[: self._kept])
-        self.pools = tuple(BlockPool(group.blocks) for group in self.groups)
+        self.pools = tuple(_pool(group) for group in self.groups)
         self._pools = self.pools[: len(own)]
         self.releases = 0  # grows when a row gives its blocks back: a reason to try an admission again
         self._seats: list[Seat | None] = [None] * seats
@@ -118,14 +119,17 @@ class Ledger:
         self._scored = tuple(group.scored for group in self.own)
         self._summed = tuple(group.chooses is not None for group in self.own)  # blocks are summed up as they stand
         # A preempted row is parked, not computed again.
-        self.lossy = any(group.scored is not None or group.levels is not None for group in self.own)
+        spilled = any(isinstance(group.levels, Spilled) for group in self.own)
+        self.lossy = not spilled and any(group.scored or group.levels for group in self.own)
+        self._moved = spilled or self.lossy
         self._watched = any(scored is not None and scored.watch for scored in self._scored)
         self._parked = 0  # keys so far
         self._park: list[tuple[int, tuple[tuple[int, ...], ...]]] = []  # told with the next moves
         self._wake: dict[int, tuple[int, tuple[tuple[int, ...], ...]]] = {}  # by row
         self._drop: list[int] = []
         # A row of one block can share no full block and leave one token to compute: nothing to publish.
-        self.prefix = prefix and bool(self.own) and not any(self._ring) and not self.lossy
+        # Nor are blocks of a row that spills: they leave its table, and whoever found them would have no room for all.
+        self.prefix = prefix and bool(self.own) and not any(self._ring) and not self._moved
         assert not self.prefix or len(set(self._sizes)) == 1, "prefix reuse needs one block size"
         self._hits = self._misses = self._hit_tokens = 0
         self.capacity = min((self._longest(index) for index in range(len(self.own))), default=sys.maxsize)
@@ -141,6 +145,8 @@ class Ledger:
         if group.levels is not None:
             if group.levels.packed != -1:
                 return sys.maxsize
+            if group.usable < group.blocks_per_row:
+                return group.usable * group.block_size
             packed = self.groups[self._descents.below[index][0]]
             kept = group.levels.recent + group.levels.sinks
             return kept + min(packed.usable, packed.blocks_per_row) * group.block_size
@@ -646,7 +652,7 @@ class Ledger:
             clears[index], copies[index], compacts[index] = tuple(clear), tuple(copy), tuple(cuts)
         done.release()
         moves = Moves(tuple(clears), tuple(copies))
-        return done.told(moves._replace(compact=tuple(compacts))) if self.lossy else moves
+        return done.told(moves._replace(compact=tuple(compacts))) if self._moved else moves
 
     def _with_parked(self, moves: Moves) -> Moves:
         """With what was parked, woken and given up since the last step that was placed."""
@@ -817,3 +823,8 @@ class Ledger:
 def _release(pool: BlockPool, blocks: list[int]) -> None:
     for block in reversed(blocks):
         pool.release(block)
+
+
+def _pool(group: Group) -> BlockPool:
+    spilled = group.level is not None and group.level.spilled
+    return LowestFirst(group.blocks) if spilled else BlockPool(group.blocks)

@@ -15,6 +15,7 @@ Memory must never choose: which block, which row, what to drop are the ledger's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,8 +24,10 @@ from torch import Tensor
 from kvad.cache.cuts import HeadColumns, Witness, count_queries, cut_layer
 from kvad.cache.layout import Table, read, read_column, split
 from kvad.cache.levels import Compressor, fold_layer, fold_positions, means, pack_layer
+from kvad.cache.policy import MANY
 from kvad.cache.quest import Bounds, ChosenReading
 from kvad.cache.sizing import Group
+from kvad.cache.spill import Spill, Tile
 from kvad.cache.store import Store
 from kvad.errors import CacheError
 from kvad.ops.attend import Kernel, Reading
@@ -65,6 +68,7 @@ class Memory:
         compressors: Mapping[int, Compressor] | None = None,
         kernel: Kernel = "auto",
         probe: Probe | None = None,
+        spill: Spill | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.kernel, self.probe = kernel, probe
@@ -73,10 +77,12 @@ class Memory:
         self.stores: list[dict[int, tuple[Store, Store]]] = []  # per group, by layer: keys and values
         self.weights: list[dict[int, Store]] = []  # per group, by layer: the logits of summaries
         self.positions: list[Tensor] = []
-        for group in self.groups:
+        spilled = [group.level is not None and group.level.spilled for group in self.groups]
+        self.spill = Spill(self.groups, MANY) if spill is None and any(spilled) else spill
+        for group, elsewhere in zip(self.groups, spilled, strict=True):
             spec, size = group.mixer, group.block_size
             held = {}
-            for layer in group.layers:
+            for layer in () if elsewhere else group.layers:
                 keys = Store(group.keys, group.blocks, spec.kv_heads, size, spec.head_dim, device)
                 held[layer] = keys, Store(group.values, group.blocks, spec.kv_heads, size, spec.value_dim, device)
             self.stores.append(held)
@@ -128,6 +134,8 @@ class Memory:
         """Give every store back.  The memory cannot be opened afterwards."""
         self.keys, self.values, self.positions, self.groups = [], [], [], ()
         self.columns, self.bounds, self.parked, self.stores, self.weights = {}, {}, {}, [], []
+        if self.spill is not None:
+            self.spill.close()
 
     def apply(self, moves: Moves) -> None:
         """Edits between two steps, in the order that :class:`Moves` names."""
@@ -173,6 +181,11 @@ class Memory:
                     for part, array in enumerate(store.arrays):
                         yield Held(f"{number}.{layer}.{kind}.{part}", array, where)
 
+    def lost(self, rows: Sequence[int]) -> dict[int, str]:
+        """Of the step that was opened last, with so many ``rows`` in each lane: which of them, counted through, read
+        spilled tokens that are not there any more, and why.  Their answers are wrong; those of others are not."""
+        return {} if self.spill is None else self.spill.lost(rows)
+
     def _columns(self, layer: int) -> list[HeadColumns | Bounds]:
         return [kept[layer] for kept in (self.columns, self.bounds) if layer in kept]
 
@@ -180,6 +193,9 @@ class Memory:
         level, positions = self.groups[number].level, self.positions[number]
         assert level is not None
         sources, targets = torch.tensor(pairs, device=positions.device).unbind(1)
+        if level.spilled:
+            assert self.spill is not None
+            self.spill.pack(number, self.stores[level.above], sources, targets.tolist())
         for layer, below in self.stores[number].items():
             pack_layer(self.stores[level.above][layer], below, sources, targets)
         positions[targets] = self.positions[level.above][sources]
@@ -227,6 +243,7 @@ class Memory:
         views: list[View | None] = [None] * len(self.keys)
         sources = iter(() if step.source is None else step.source.places)
         nothing = Place(step.positions, ())  # of a step that is all source
+        tiles = self.spill.open(step, self.positions) if self.spill is not None and step.lanes else {}
         for number, group in enumerate(self.groups):
             place = step.places[number] if step.lanes else nothing
             if group.mixer.cross:
@@ -237,7 +254,7 @@ class Memory:
                 continue
             if group.level is not None:
                 continue
-            shared = _Shared(self, number, step, place, angles)
+            shared = _Shared(self, number, step, place, angles, tiles)
             for layer in group.layers:
                 if layer in self.columns:
                     self.columns[layer].write(shared.written.blocks, shared.written.offsets, step.positions)
@@ -265,7 +282,9 @@ class _Written:
 class _Reads:
     """What a group's lanes read, and who sees what of it."""
 
-    def __init__(self, memory: Memory, number: int, step: Step, place: Place) -> None:
+    def __init__(
+        self, memory: Memory, number: int, step: Step, place: Place, tiles: Mapping[int, Sequence[Tile]] | None = None
+    ) -> None:
         group = memory.groups[number]
         self.lanes: Sequence[Lane] = step.lanes if place.lanes is None else place.lanes
         self.spans = lane_spans(self.lanes)
@@ -276,7 +295,11 @@ class _Reads:
         self.columns, self.bounds, policy = memory.columns, memory.bounds, group.scored
         self.positions = memory.positions[number]
         self.counts: list[Tensor | None] = []
-        self.lower = [_Lower(memory, other, step) for other in _levels_below(memory.groups, number) if step.lanes]
+        self.lower: list[_Lower | _Spilled] = [
+            _Spilled(memory, other, step, tiles[other]) if tiles and other in tiles else _Lower(memory, other, step)
+            for other in _levels_below(memory.groups, number)
+            if step.lanes
+        ]
         for lane, (low, high), blocks in zip(self.lanes, self.spans, place.tables, strict=True):
             table = Table(blocks, group.block_size, lane.read)
             queries = Mark(step.positions[low:high].view(lane.rows, lane.new))
@@ -294,7 +317,7 @@ class _Reads:
             bounds = self.bounds.get(layer)
             if bounds is not None and not bounds.few(table):
                 part = self._chosen(bounds, queries, self.readings[number], table, keys, values)
-                seen = observe(layer, number, (part,), score, self.kernel, self.probe, at)
+                seen = observe(layer, number, part, score, self.kernel, self.probe, at)
                 outs.append(seen.out.flatten(0, 1))
                 continue
             k, v = keys.read(table, q.dtype), values.read(table, q.dtype)
@@ -306,8 +329,8 @@ class _Reads:
                 assert score.rotary is not None
                 k = rotate_rows(k, reading.keys.position, score.rotary, at, exact=self.exact)
             first = Part(queries, k, v, reading)
-            others = [part for lower in self.lower for part in lower.parts(layer, number, queries, score, self, at)]
-            seen = observe(layer, number, (*others, first), score, self.kernel, self.probe, at, count)
+            others = [lower.parts(layer, number, queries, score, self, at) for lower in self.lower]
+            seen = observe(layer, number, first, score, self.kernel, self.probe, at, count, below=chain(*others))
             if columns is not None and count is not None:
                 assert seen.mass is not None
                 columns.add(table, seen.mass[0])
@@ -354,6 +377,25 @@ class _Lower:
         yield Part(q, k, v, reading)
 
 
+class _Spilled:
+    """What the lanes of a group read of a level that lies in a spool: a part for each tile."""
+
+    def __init__(self, memory: Memory, number: int, step: Step, tiles: Sequence[Tile]) -> None:
+        assert memory.spill is not None
+        self.spill, self.number, self.reach = memory.spill, number, Reach.of(memory.groups[number].mixer)
+        self.tiles = [[tile for tile in tiles if tile.lane == lane] for lane in range(len(step.lanes))]
+        spans = zip(step.lanes, lane_spans(step.lanes), strict=True)
+        self.queries = [Mark(step.positions[low:high].view(lane.rows, lane.new)) for lane, (low, high) in spans]
+
+    def parts(self, layer: int, lane: int, q: Tensor, score: Score, reads: _Reads, at: slice) -> Iterator[Part]:
+        """Each is read when it is asked for; its masks are its own, for those of all would be as long as the row."""
+        for tile in self.tiles[lane]:
+            k, v = self.spill.read(self.number, layer, tile, q)
+            if reads.turning and score.rotary is not None:
+                k = rotate_rows(k, tile.keys.position, score.rotary, at, exact=reads.exact)
+            yield Part(q, k, v, Reading(self.queries[lane], tile.keys, self.reach))
+
+
 def _levels_below(groups: Sequence[Group], number: int) -> list[int]:
     """Oldest tokens first."""
     return [i for i, group in reversed(list(enumerate(groups))) if group.level is not None and group.level.of == number]
@@ -362,10 +404,18 @@ def _levels_below(groups: Sequence[Group], number: int) -> list[int]:
 class _Shared:
     """What the layers of one group share in one step."""
 
-    def __init__(self, memory: Memory, number: int, step: Step, place: Place, angles: Angles) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        number: int,
+        step: Step,
+        place: Place,
+        angles: Angles,
+        tiles: Mapping[int, Sequence[Tile]],
+    ) -> None:
         self.angles, self.rotaries = angles, memory.rotaries
         self.written = _Written(memory, number, step, place)
-        self.read = _Reads(memory, number, step, place)
+        self.read = _Reads(memory, number, step, place, tiles)
 
 
 class _MemoryView:

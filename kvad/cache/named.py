@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvad.cache.policy import MANY, Full, Hierarchy, Policy, Quest, Scored, Sinks, Truncate, Window
+from kvad.cache.policy import MANY, Full, Hierarchy, Policy, Quest, Scored, Sinks, Spilled, Truncate, Window
 from kvad.cache.ranks import TOVA, HeavyHitters, KeyNorm, Random, SnapKV
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
@@ -62,7 +62,7 @@ class Compose(Policy):
         return Compose(tuple(policy.at(layer) for policy in self.policies))
 
     @property
-    def levels(self) -> Hierarchy | None:
+    def levels(self) -> Hierarchy | Spilled | None:
         made = [policy.levels for policy in self.policies if policy.levels is not None]
         if made and any(policy not in (made[0], Full()) for policy in self.policies):
             raise ConfigError(
@@ -205,7 +205,7 @@ def _number(text: str, where: str) -> int | float | str:
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     made.name: made
-    for made in (Full, Window, Sinks, Truncate, HeavyHitters, SnapKV, TOVA, KeyNorm, Random, Hierarchy, Quest)
+    for made in (Full, Window, Sinks, Truncate, HeavyHitters, SnapKV, TOVA, KeyNorm, Random, Hierarchy, Spilled, Quest)
 }
 
 ABOUT = {
@@ -219,5 +219,6 @@ ABOUT = {
     "norm(B)": "those whose keys are shortest (Devoto et al. 2024)",
     "random(B)": "any: the baseline",
     "hierarchy(R)": "the latest R as they are, older ones packed, the oldest as summaries",
+    "spilled(R)": "everything stays: the latest R in the pool, older ones in host memory and on disk",
     "quest(B)": "everything stays; a query reads the B tokens that may matter most (Tang et al. 2024)",
 }

@@ -32,6 +32,7 @@ from typing import NamedTuple
 from kvad.cache.formats import find_format
 from kvad.cache.scratch import ENCODED, MASK_BUDGET, SCORE_BUDGET, Read, scratch_bytes, stored_bytes
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Group
+from kvad.cache.spilled import spilling
 from kvad.config import (
     Attention,
     Classes,
@@ -99,6 +100,7 @@ def encoder_tokens(config: ModelConfig, cache: CacheConfig, budget: int) -> int:
 def _decoder_reads(stack: Stack, cache: CacheConfig, groups: Sequence[Group], tokens: int) -> Iterator[Read]:
     below: dict[int, list[Read]] = {}
     reads: list[tuple[int, Read]] = []
+    shares = spilling(groups, cache.spill_ram).shares
     for number, group in enumerate(groups):
         mixers = dict(_named(stack, index) for index in group.layers)
         slots = group.blocks_per_row * group.block_size
@@ -106,6 +108,9 @@ def _decoder_reads(stack: Stack, cache: CacheConfig, groups: Sequence[Group], to
         copied = not (cache.layout == "contiguous" and cache.rows == 1)
         unrotated = cache.rotate == "read" and any(isinstance(mixer.position, Rope) for mixer in mixers.values())
         read = Read(mixers, spec, tokens, cache.rows, slots, cache.rows * slots, group, copied, unrotated)
+        if number in shares:
+            at_once = -(-shares[number].tile // cache.rows) * group.block_size
+            read = replace(read, slots=min(slots, at_once), keys=cache.rows * min(slots, at_once), whole=slots)
         if group.level is not None:
             below.setdefault(group.level.of, []).append(read)
         else:

@@ -2,7 +2,8 @@
 
 Two kinds of numbers, and they are kept apart:
 
-* **to the byte**: weights (``sum of state_dict nbytes``) and the pool (``Memory.payload_bytes``, ``scale_bytes``,
+* **to the byte**: weights (``sum of state_dict nbytes``), what is spilled (``spilled.py``: host memory, staging,
+  checksums; and on disk, when all rows are at their longest) and the pool (``Memory.payload_bytes``, ``scale_bytes``,
   ``column_bytes``), because the same functions size the real ones.  A pool is payload, scales and columns for the rows
   asked, in whole blocks, and the *reserved* blocks of each group beside them (``step.py``: empty and bin).
 * **an upper bound of a step's peak**: scratch and activations of the largest step that the scheduler may plan, of the
@@ -21,8 +22,10 @@ from dataclasses import dataclass, replace
 from kvad.cache.available import available_bytes
 from kvad.cache.full import SINKS
 from kvad.cache.peak import peak
+from kvad.cache.policy import Hierarchy
 from kvad.cache.settle import settle
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
+from kvad.cache.spilled import Spilling, spilling
 from kvad.cache.weights import lookup_bytes, weight_bytes, weight_shapes
 from kvad.config import DynamicScaling, Experts, LongRopeScaling, ModelConfig, OwnPositions, Rope, mixers
 from kvad.errors import ConfigError, MemoryPlanError, nearest
@@ -101,6 +104,7 @@ class MemoryPlan:
     groups: tuple[GroupPlan, ...]
     scratch: int
     activations: int
+    spilling: Spilling
 
     @property
     def payload(self) -> int:
@@ -128,13 +132,13 @@ class MemoryPlan:
         """What one row takes in *host* memory while it has given way to others (``Memory.parked``): all that it held,
         where it cannot be computed anew; 0 where it can.  Beside ``total``: nobody knows how many rows will wait."""
         own = [each for each in self.groups if not each.group.mixer.cross]
-        if not any(each.group.scored or each.group.levels for each in own):
+        if not any(each.group.scored or isinstance(each.group.levels, Hierarchy) for each in own):
             return 0
         return sum(each.row_payload + each.row_scales + each.row_columns for each in own)
 
     @property
     def total(self) -> int:
-        return self.weights + self.pool + self.scratch + self.activations
+        return self.weights + self.pool + self.spilling.host + self.scratch + self.activations
 
 
 def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool = False) -> None:
@@ -233,6 +237,7 @@ def _plan(config: ModelConfig, cache: CacheConfig, weights_dtype: str, budget: i
         tuple(GroupPlan(group, group_bytes(group)) for group in made),
         passing.scratch,
         passing.activations,
+        spilling(made, settled.spill_ram),
     )
 
 
@@ -246,7 +251,8 @@ def require(plan: MemoryPlan, available: int | None) -> None:
     sources = f" and sources of {plan.cache.source_capacity:,}" if plan.config.source is not None else ""
     message = (
         f"{plan.cache.rows:,} rows of {plan.cache.capacity:,} tokens{sources} need {_shown(plan.total)} (weights "
-        f"{_shown(plan.weights)}, cache {_shown(plan.pool)}, work {_shown(plan.scratch + plan.activations)}) "
+        f"{_shown(plan.weights)}, cache {_shown(plan.pool + plan.spilling.host)}, "
+        f"work {_shown(plan.scratch + plan.activations)}) "
         f"and {_shown(available)} is available"
     )
     raise MemoryPlanError(message, _advice(plan, available))

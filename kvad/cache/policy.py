@@ -10,7 +10,8 @@ three kinds.  What they are called, and how they are put together, is ``named.py
   ``budget`` tokens stay.  A row is cut when its length reaches a multiple of ``every``, where the scheduler ends a
   chunk, so that chunks do not matter either; in between it holds up to ``budget + every`` tokens.  What is dropped is
   gone: lossy by design.
-* By *levels* (:class:`Hierarchy`): older tokens are packed, the oldest are summarised.
+* By *levels* (:class:`Hierarchy`): older tokens are packed, the oldest are summarised.  Or they leave the pool as they
+  are (:class:`Spilled`): nothing is lost, and reading them takes longer.
 * By *choice* (:class:`Quest`): everything stays, and each query reads what may matter to it.
 
 Standard library only: sizing and planning read it.
@@ -39,6 +40,7 @@ __all__ = [
     "Scored",
     "Seen",
     "Sinks",
+    "Spilled",
     "Truncate",
     "Window",
     "at_least",
@@ -70,8 +72,8 @@ class Policy:
         return None
 
     @property
-    def levels(self) -> Hierarchy | None:
-        """The policy that keeps older tokens in other forms, where this is one."""
+    def levels(self) -> Hierarchy | Spilled | None:
+        """The policy that keeps older tokens in other forms, or elsewhere, where this is one."""
         return None
 
     @property
@@ -262,6 +264,39 @@ class Hierarchy(Policy):
 
     @property
     def levels(self) -> Hierarchy | None:
+        return self
+
+    def cut_after(self, length: int) -> int:
+        """The first length above ``length`` at which the row descends."""
+        return (length // self.every + 1) * self.every
+
+
+@dataclass(frozen=True)
+class Spilled(Policy):
+    """Everything stays: the last ``recent`` tokens, and up to ``every`` more, in the pool; up to ``older`` before them
+    (-1: all) in host memory and on disk (``spill.py``), as they are.
+
+    All numbers are in tokens and are multiples of the block size.  A row descends when its length reaches a multiple
+    of ``every``.
+    """
+
+    name: ClassVar[str] = "spilled"
+    sinks: ClassVar[int] = 0
+    packed: ClassVar[int] = -1  # as Hierarchy has it: nothing is ever gone
+    summaries: ClassVar[int] = 0
+
+    recent: int
+    older: int = -1
+    every: int = 64
+
+    def __post_init__(self) -> None:
+        for name, least in (("recent", 1), ("older", -1), ("every", 1)):
+            at_least(least, "spilled", name, getattr(self, name))
+        if self.older == 0:
+            raise ConfigError(f"cache.policy: {self}: no room for older tokens", "leave older out: all of them")
+
+    @property
+    def levels(self) -> Spilled | None:
         return self
 
     def cut_after(self, length: int) -> int:

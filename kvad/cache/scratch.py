@@ -30,6 +30,9 @@ and kept until the step ends, for each part:
              T S + 8 rows S           booleans (small masks only), positions
              c H T S                  for each table of biases or slopes (4 bytes of these), where it is small
 
+Of a level that is spilled (``spilled.py``) S is of one tile, and up to three tiles are there at once: two that are
+merged, and the next while it is unpacked.  Only its positions are kept for all of it.
+
 Between two steps, when nothing of that is there, a policy moves tokens: ``_moved``.
 """
 
@@ -48,6 +51,7 @@ MASK_BUDGET = 1 << 22  # ops/attend.py's, which imports torch; a test holds them
 SCORE_BUDGET = 1 << 24
 ENCODED = 13  # bytes of a number while it is encoded: three float32 and what is stored
 MOVED = 40  # of a number of what descends: as stored, in float32, turned, and encoded anew
+MERGED = 2  # tiles of a spilled level that wait, unpacked, while the next is
 RANKED = 80  # of a token that is ranked, per head: its rank in float64, sorted, and their indices
 
 
@@ -57,7 +61,8 @@ class Read:
 
     ``mixers`` by what their biases are shared under; ``spec``: (K, D, Dv) of the keys and values; ``keys``: how many of
     them; ``group``: where they lie, None for what was just made; ``gathered``: they are copied out of it;
-    ``unrotated``: RoPE turns them as they are read; ``below``: what lies in the levels of the same layers.
+    ``unrotated``: RoPE turns them as they are read; ``below``: what lies in the levels of the same layers; ``whole``:
+    of what is read a tile at a time, the slots of a row in all tiles (0: it is read at once).
     """
 
     mixers: Mapping[str, Attention]
@@ -70,6 +75,7 @@ class Read:
     gathered: bool = False
     unrotated: bool = False
     below: tuple[Read, ...] = ()
+    whole: int = 0
 
     @property
     def values(self) -> int:
@@ -117,7 +123,7 @@ def scratch_bytes(reads: Sequence[Read], computed: str) -> int:
 def _kept(read: Read, size: int) -> int:
     """Masks, positions and biases that live as long as the step."""
     pairs, most = read.tokens * read.slots, min(read.tokens, read.rows) * MASK_BUDGET
-    kept = min(read.masks * pairs, most) + 8 * read.rows * read.slots
+    kept = min(read.masks * pairs, most) + 8 * read.rows * max(read.slots, read.whole)
     for mixer in read.mixers.values():
         if isinstance(mixer.position, (Alibi, T5Bias)):
             width = size if isinstance(mixer.position, T5Bias) else 4
@@ -128,13 +134,17 @@ def _kept(read: Read, size: int) -> int:
 def _scratch(read: Read, computed: str) -> int:
     parts = (read, *read.below)
     wide = max(4, DTYPE_BYTES[computed])
-    scratch = sum(_copied(part, computed) for part in parts)
+    scratch = sum(_copied(part, computed) + _waiting(part, computed) for part in parts)
     scratch += max(_attended(part, computed) for part in parts)
     if len(parts) > 1 or read.renumbered:
         scratch += read.tokens * read.heads * (5 * read.spec[2] + 4) * wide
     if read.renumbered:  # queries turned back
         scratch += read.tokens * read.heads * read.spec[1] * (3 * wide + 16)
     return scratch + _ranked(read)
+
+
+def _waiting(read: Read, computed: str) -> int:
+    return MERGED * read.values * DTYPE_BYTES[computed] if read.whole else 0
 
 
 def _copied(read: Read, computed: str) -> int:

@@ -9,6 +9,11 @@ summary, up to the model's limit, so that none is gone.
 
     capacity 64, model's limit 256, blocks of 16:  hierarchy(48, packed=0, summaries=24, ratio=8, every=16, sinks=16)
 
+``spill`` lifts the cache's limit in the same way and loses nothing: the latest tokens, the capacity in whole blocks,
+are in the pool, and what is older lies below it.
+
+    capacity 64, model's limit 256, blocks of 16:  spilled(48, older=208, every=16)
+
 No torch.
 """
 
@@ -17,7 +22,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvad.cache.full import GOES_ON, SINKS
-from kvad.cache.policy import Hierarchy, Policy, Sinks, Window
+from kvad.cache.policy import Hierarchy, Policy, Sinks, Spilled, Window
 from kvad.cache.sizing import CacheConfig
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError
@@ -44,12 +49,14 @@ def settle(config: ModelConfig, cache: CacheConfig) -> CacheConfig:
             f"cache.on_full: {cache.on_full} is {policy}, and policy {cache.policy} is given too",
             f"give one of them; endless=True lets rows go on under {cache.policy}",
         )
-    return replace(cache, policy=policy, endless=cache.on_full != "summarise")
+    return replace(cache, policy=policy, endless=cache.on_full in ("window", "sinks"))
 
 
 def _policy(config: ModelConfig, cache: CacheConfig, longest: int) -> Policy:
     if cache.on_full == "summarise":
         return _summaries(config, cache)
+    if cache.on_full == "spill":
+        return _spilled(config, cache)
     added = config.embed.position
     if added is not None:
         raise ConfigError(
@@ -94,3 +101,22 @@ def _summaries(config: ModelConfig, cache: CacheConfig) -> Hierarchy:
     whole = cache.capacity // size * size
     summaries = -(-(config.limit - whole) // ratio)
     return Hierarchy(whole - size, packed=0, summaries=summaries, ratio=ratio, every=every, sinks=size)
+
+
+def _spilled(config: ModelConfig, cache: CacheConfig) -> Spilled:
+    size = cache.block_size
+    if config.limit <= cache.capacity:
+        raise ConfigError(
+            f"cache.on_full: spill: rows already end at the model's limit of {config.limit} tokens",
+            f"give the cache fewer tokens (--context {max(1, config.limit // 4)}), or leave it out",
+        )
+    if cache.layout == "contiguous":
+        raise ConfigError("cache.on_full: spill: tokens are spilled in whole blocks", "take the paged layout")
+    if cache.capacity < 2 * size:
+        raise ConfigError(
+            f"cache.on_full: spill: {cache.capacity} tokens are less than two blocks of {size}",
+            f"give the cache at least {2 * size}, or smaller blocks",
+        )
+    every = max(1, min(cache.chunk, cache.capacity // 4) // size) * size
+    recent = cache.capacity // size * size - every
+    return Spilled(recent, -(-(config.limit - recent) // size) * size, every)

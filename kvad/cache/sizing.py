@@ -30,7 +30,7 @@ from typing import Literal, NamedTuple
 from kvad.cache.formats import Format, find_format, joined
 from kvad.cache.full import ON_FULL, OnFull
 from kvad.cache.named import narrowed, parse_policy
-from kvad.cache.policy import Full, Hierarchy, Policy, Quest, Scored
+from kvad.cache.policy import Full, Hierarchy, Policy, Quest, Scored, Spilled
 from kvad.config import MixerSpec
 from kvad.errors import ConfigError, nearest
 from kvad.step import RESERVED_BLOCKS
@@ -73,6 +73,10 @@ class CacheConfig:
     residual: int = 128  # latest tokens in full precision before keys by channel; no-op for other formats
     on_full: OnFull = "preempt"  # for a row at its limit and a pool that has run out: full.py; settle.py lays it out
     watermark: float = 0.0  # share of a pool's blocks that an admission leaves free for rows that grow
+    spill_ram: int = (
+        1 << 30
+    )  # bytes of host memory for spilled tokens; what passes them lies on disk.  No-op for others
+    spill_dir: str | None = None  # where, in files that end with the engine; None = the user's cache folder
 
     def __post_init__(self) -> None:
         if self.on_full not in ON_FULL:
@@ -93,6 +97,7 @@ class CacheConfig:
         if self.blocks is not None and self.layout == "contiguous":
             raise ConfigError("cache.blocks: a contiguous cache has one block per row", "set cache.rows")
         _at_least(1, "residual", self.residual)
+        _at_least(0, "spill_ram", self.spill_ram)
         self.kept  # noqa: B018  a name that is none is said now
 
     @cached_property
@@ -117,7 +122,7 @@ class CacheConfig:
     @property
     def outgrown(self) -> bool:
         """Whether rows grow past ``capacity``."""
-        return self.endless or self.on_full == "summarise"
+        return self.endless or self.on_full in ("summarise", "spill")
 
     def _check_formats(self) -> None:
         every = find_format(self.dtype, "cache.dtype")
@@ -157,18 +162,19 @@ def _at_least(least: int, name: str, value: object) -> None:
         raise ConfigError(f"cache.{name}: must be at least {least}, found {value}")
 
 
-Ranked = Scored | Hierarchy | Quest
+Ranked = Scored | Hierarchy | Spilled | Quest
 
 
 class Level(NamedTuple):
     """A group that no new token is written to: it takes whole blocks from the group ``above``; ``of`` is the one that
     takes tokens (indices of groups).  ``most``: blocks of a row that has just descended; ``ratio`` > 1: tokens of a
-    slot."""
+    slot.  ``spilled``: its blocks lie in no pool of Memory's but in a spool (``spilled.py``), bytes as they were."""
 
     of: int
     above: int
     most: int
     ratio: int = 1
+    spilled: bool = False
 
 
 class Group(NamedTuple):
@@ -180,7 +186,9 @@ class Group(NamedTuple):
     blocks: int
     blocks_per_row: int  # live blocks of one row at most; 1 = the row's block is a ring: slot = position % block_size
     scored: Scored | None = None  # the policy that ranks what these layers hold
-    levels: Hierarchy | None = None  # the policy that moves older tokens to the groups whose level lies below this one
+    levels: Hierarchy | Spilled | None = (
+        None  # the policy that moves older tokens to the groups whose level lies below this one
+    )
     level: Level | None = None
     chooses: Quest | None = None  # the policy under which a query reads some blocks only
     keys: str = "float32"  # formats, by name
@@ -257,6 +265,7 @@ def groups(mixers: Sequence[MixerSpec], config: CacheConfig) -> tuple[Group, ...
         for (mixer, ranked), where in layers.items()
     ]
     own = [group for group in placed if not group.mixer.cross]
+    _check_spilled(own)
     below = [level for number, group in enumerate(own) for level in _levels(group, number, config)]
     made = (*own, *_numbered(below, len(own)), *(group for group in placed if group.mixer.cross))
     for group in made:
@@ -270,6 +279,8 @@ def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
     if policy is None:
         return []
     size = config.block_size
+    if isinstance(policy, Spilled):
+        return [_spilled(group, policy, number, config)]
     for name in ("recent", "every", "sinks", "packed"):
         if (value := getattr(policy, name)) > 0 and value % size:
             raise ConfigError(
@@ -308,6 +319,33 @@ def _levels(group: Group, number: int, config: CacheConfig) -> list[Group]:
     return below
 
 
+def _check_spilled(own: Sequence[Group]) -> None:
+    """A row that spills is computed again when it gave way, and one that is lossy must not be."""
+    policies = [group.scored or group.levels for group in own if group.scored or group.levels]
+    spilled = [policy for policy in policies if isinstance(policy, Spilled)]
+    lossy = [policy for policy in policies if not isinstance(policy, Spilled)]
+    if spilled and lossy:
+        raise ConfigError(
+            f"cache.policy: {spilled[0]} beside {lossy[0]}: a row is either kept whole or not",
+            "spilled(...) goes with full, window, sinks, truncate and quest in other layers",
+        )
+
+
+def _spilled(group: Group, policy: Spilled, number: int, config: CacheConfig) -> Group:
+    size = config.block_size
+    for name in ("recent", "every", "older"):
+        if (value := getattr(policy, name)) > 0 and value % size:
+            raise ConfigError(
+                f"cache.policy: {policy}: {name} {value} is not a multiple of the block size {size}",
+                f"{name}={_ceil(value, size) * size}",
+            )
+    older = max(1, _ceil(config.capacity, size) - policy.recent // size)
+    if policy.older != -1:
+        older = policy.older // size if config.outgrown else min(older, policy.older // size)
+    level = Level(number, -1, older, spilled=True)
+    return group._replace(blocks=config.rows * older + RESERVED_BLOCKS, blocks_per_row=older, levels=None, level=level)
+
+
 def _numbered(below: Sequence[Group], first: int) -> list[Group]:
     """With ``above`` counted among all groups, the first level of which is number ``first``."""
     made: list[Group] = []
@@ -343,17 +381,13 @@ def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], con
     scored = ranked if isinstance(ranked, Scored) else None
     if isinstance(ranked, Quest):
         _check_quest(ranked, config)
-    if isinstance(ranked, Hierarchy) and config.layout == "contiguous":
+    if isinstance(ranked, Hierarchy | Spilled) and config.layout == "contiguous":
         raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
     if mixer.cross:
         return _cross_group(mixer, layers, config)
-    if isinstance(ranked, Hierarchy) and config.layout == "contiguous":
-        raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
     slots = config.capacity
     if mixer.window is not None:
         slots = mixer.window + min(config.chunk, config.capacity) - 1
-    if isinstance(ranked, Hierarchy) and config.layout == "contiguous":
-        raise ConfigError(f"cache.policy: {ranked}: tokens descend in whole blocks", "take cache.layout='paged'")
     if config.layout == "contiguous":
         slots += mixer.sinks
         if scored is not None:
@@ -369,10 +403,11 @@ def _group(mixer: MixerSpec, ranked: Ranked | None, layers: tuple[int, ...], con
         per_row = min(whole, _ceil(scored.budget + scored.every, config.block_size))
         usable = config.rows * per_row
         return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, scored)
-    if isinstance(ranked, Hierarchy):
+    if isinstance(ranked, Hierarchy | Spilled):
         kept = _ceil(ranked.sinks, config.block_size) + _ceil(ranked.recent + ranked.every, config.block_size)
         per_row = kept if config.outgrown else min(whole, kept)
-        usable = config.rows * per_row
+        asked = config.blocks if isinstance(ranked, Spilled) else None
+        usable = config.rows * per_row if asked is None else asked
         return Group(mixer, layers, config.block_size, usable + RESERVED_BLOCKS, per_row, levels=ranked)
     usable = config.rows * whole if config.blocks is None else config.blocks
     chooses = ranked if isinstance(ranked, Quest) else None
@@ -401,7 +436,8 @@ def _cross_group(mixer: MixerSpec, layers: tuple[int, ...], config: CacheConfig)
 
 def group_bytes(group: Group) -> GroupBytes:
     """``blocks * layers * K`` times what a block takes of every array of its formats; columns: one int64 position per
-    slot, where a policy ranks or chooses those of each head, and of summaries the weights of each head.
+    slot, where a policy ranks or chooses those of each head, and of summaries the weights of each head.  Of a spilled
+    level the pool has the columns alone; ``per_row`` and ``per_token`` count what lies in its spool, too.
 
     float32, D = Dv = 64, K = 1, one layer: 512 bytes of payload per token;  int8: 128, and 8 of scales.
     """
@@ -411,10 +447,11 @@ def group_bytes(group: Group) -> GroupBytes:
         for array in form.arrays(dim):
             taken = lines * array.nbytes * (size if array.grain == "slot" else 1)
             payload, scales = (payload + taken, scales) if array.name == "data" else (payload, scales + taken)
+    spilled = group.level is not None and group.level.spilled
     columns = size * (POSITION_BYTES + lines * _head_column_bytes(group)) + lines * _bound_bytes(group)
     return GroupBytes(
-        group.blocks * payload,
-        group.blocks * scales,
+        0 if spilled else group.blocks * payload,
+        0 if spilled else group.blocks * scales,
         group.blocks * columns,
         payload // size,
         _ceil(scales, size),

@@ -67,12 +67,26 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     if not plan.groups:
         pool = [("cache", 0, "none: an encoder keeps nothing between two steps")]
     gathered = "keys and values gathered for one layer, masks" if plan.groups else "masks of one layer"
+    spilled = [
+        ("spilled", plan.spilling.ram, "older tokens in host memory, exact"),
+        (
+            "staging",
+            plan.spilling.staging + plan.spilling.sums,
+            "two tiles of them, and checksums of those on disk, exact",
+        ),
+    ]
     table = [
         ("weights", plan.weights, f"{plan.weights_dtype}, exact"),
         *pool,
+        *(spilled if plan.spilling.shares else []),
         ("scratch", plan.scratch, f"at most: {gathered}{_scores(plan)}"),
         ("activations", plan.activations, f"at most: {_step(plan)}"),
         ("total", plan.total, "beside the interpreter and torch"),
+        *(
+            [("on disk", plan.spilling.disk, "beside it: when all rows are at their longest")]
+            if plan.spilling.disk
+            else []
+        ),
         *([("parked row", plan.parked_row, PARKED)] if plan.parked_row else []),
     ]
     lines = [f"{name:<15}{size:>21,}  {format_bytes(size):>11}   {note}" for name, size, note in table]

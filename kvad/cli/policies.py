@@ -13,7 +13,7 @@ import click
 from kvad.cache.full import ON_FULL, LimitName, with_endless
 from kvad.cache.named import ABOUT
 from kvad.cache.sizing import CacheConfig
-from kvad.cli.common import given
+from kvad.cli.common import given, parse_bytes
 from kvad.errors import counted
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["ending", "forgotten", "policies_asked", "policy_options", "short_policy_options"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-FIELDS = ("policy", "endless", "rotate", "on_full", "watermark")
+FIELDS = ("policy", "endless", "rotate", "on_full", "watermark", "spill_dir", "spill_ram")
 
 
 def _table(first: str, lines: Mapping[str, str]) -> str:
@@ -40,6 +40,8 @@ _OTHERS = (
         "--on-full", metavar="NAME", help=_table("When a row or the pool is full [default: preempt].", ON_FULL)
     ),
     click.option("--watermark", type=float, help="Share of the blocks that an admission leaves free [default: 0]."),
+    click.option("--spill-dir", metavar="FOLDER", help="Where spilled tokens lie [default: the user's cache folder]."),
+    click.option("--spill-ram", metavar="SIZE", help="Host memory for them, before any goes to disk [default: 1GiB]."),
 )
 
 
@@ -57,6 +59,8 @@ def short_policy_options(command: Command) -> Command:
 def policies_asked(options: Mapping[str, Any]) -> dict[str, Any]:
     """What of them was said, as fields of CacheConfig.  ConfigError for a value that no model's cache could have."""
     said = with_endless({name: value for name, value in given(options, FIELDS).items() if value is not False})
+    if "spill_ram" in said:
+        said["spill_ram"] = parse_bytes(said["spill_ram"])
     CacheConfig(capacity=1, **said)
     return said
 
@@ -89,11 +93,14 @@ def forgotten(llm: LLM, length: int) -> str:
 
 
 def _lost(group: Group, length: int) -> int:
+    from kvad.cache.policy import Hierarchy, Spilled
     from kvad.step import Reach
 
+    if isinstance(group.levels, Spilled):
+        return 0
     if group.scored is not None:
         return max(0, length // group.scored.every * group.scored.every - group.scored.budget)
-    if group.levels is not None:
+    if isinstance(group.levels, Hierarchy):
         policy = group.levels
         moved = length // policy.every * policy.every - policy.recent - policy.sinks
         return max(0, moved // group.block_size * group.block_size)

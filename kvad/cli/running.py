@@ -162,6 +162,19 @@ class GroupUse:
 
 
 @dataclass(frozen=True)
+class Spilled:
+    """Bytes of older tokens that were written and read, ``from_ram`` host memory and ``from_disk``; what the files in
+    ``folder`` have come to; operations on them that ``failed``."""
+
+    written: int
+    from_ram: int
+    from_disk: int
+    on_disk: int
+    failed: int
+    folder: str | None
+
+
+@dataclass(frozen=True)
 class RunStats:
     """Seconds and milliseconds as named; ``engine_ms`` and ``model_ms`` are per generated token, over all rows.
     ``ended``: samples, by what ended them: a limit ("max_tokens", "model", "cache", "pool"), or "stop" and the like."""
@@ -181,6 +194,7 @@ class RunStats:
     preemptions: int
     evictions: int
     ended: Mapping[str, int]
+    spilled: Spilled | None = None
 
 
 def group_use(llm: LLM) -> tuple[GroupUse, ...]:
@@ -211,6 +225,16 @@ def group_use(llm: LLM) -> tuple[GroupUse, ...]:
     return tuple(made)
 
 
+def spilled(llm: LLM) -> Spilled | None:
+    """Since the engine started; None for a cache that spills nothing."""
+    spill = llm.engine.memory.spill
+    if spill is None:
+        return None
+    stats = spill.stats()
+    folder = None if stats.folder is None else str(stats.folder)
+    return Spilled(stats.written, stats.from_ram, stats.from_disk, stats.on_disk, stats.failed, folder)
+
+
 class Meter:
     """Counts one run: make it before the first request, show it every piece, ask it at the end."""
 
@@ -218,6 +242,7 @@ class Meter:
         self._llm = llm
         self._times, self._ledger = replace(llm.engine.times), llm.engine.ledger.stats()
         llm.engine.ledger.restart_peak()
+        self._before = spilled(llm)
         self._usages: dict[int, Usage] = {}
         self._ended: Counter[str] = Counter()
         self._tokens = 0
@@ -256,7 +281,17 @@ class Meter:
             preemptions=sum(usage.preemptions for usage in usages),
             evictions=sum(ledger.evictions) - sum(self._ledger.evictions),
             ended=dict(self._ended),
+            spilled=self._spilled(),
         )
+
+    def _spilled(self) -> Spilled | None:
+        now, before = spilled(self._llm), self._before
+        if now is None or before is None:
+            return now
+        moved = {
+            name: getattr(now, name) - getattr(before, name) for name in ("written", "from_ram", "from_disk", "failed")
+        }
+        return replace(now, **moved)
 
 
 def stats_lines(stats: RunStats) -> list[str]:
@@ -267,6 +302,7 @@ def stats_lines(stats: RunStats) -> list[str]:
         f"speed      {stats.tokens_per_second:.1f} tokens/s, the first token after {1e3 * stats.first_token:.1f} ms",
         f"per token  {stats.model_ms:.2f} ms in the model, {stats.engine_ms:.3f} ms in the engine",
         *(f"cache      {line}" for line in cache_lines(stats.cache)),
+        *([] if stats.spilled is None else [f"spilled    {_spill_line(stats.spilled)}"]),
         f"prefix     {counted(stats.prefix_hits, 'hit')}, {counted(stats.prefix_misses, 'miss', 'misses')}",
         f"pressure   {counted(stats.preemptions, 'preemption')}, {counted(stats.evictions, 'eviction')}",
         f"ended      {', '.join(f'{count} by {ENDS.get(by, by)}' for by, count in stats.ended.items()) or 'nothing'}",
@@ -286,4 +322,13 @@ def _cache_line(use: GroupUse) -> str:
         f"(watermark {use.watermark}); "
         f"peak {use.peak} = {format_bytes(use.peak * use.block_bytes)} of {format_bytes(use.pool_bytes)} "
         f"in {use.stored}{scales}"
+    )
+
+
+def _spill_line(spill: Spilled) -> str:
+    where = "" if spill.folder is None else f", {format_bytes(spill.from_disk)} from disk"
+    files = "" if spill.folder is None else f"; {format_bytes(spill.on_disk)} of files in {spill.folder}"
+    failed = f"; {counted(spill.failed, 'operation')} on the disk failed" if spill.failed else ""
+    return (
+        f"{format_bytes(spill.written)} written, {format_bytes(spill.from_ram)} read from memory{where}{files}{failed}"
     )

@@ -10,10 +10,12 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from kvad.cache.disk import DISK, Disk
 from kvad.cache.full import LimitName
 from kvad.cache.identity import Identity
 from kvad.cache.ledger import Ledger
@@ -21,6 +23,7 @@ from kvad.cache.memory import Memory
 from kvad.cache.planning import check_policy
 from kvad.cache.settle import settle
 from kvad.cache.sizing import CacheConfig, Group, groups
+from kvad.cache.spill import Spill
 from kvad.config import mixers
 from kvad.engine.limits import Limits
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
@@ -103,6 +106,7 @@ class Engine:
         stop_tokens: frozenset[int] = frozenset(),
         memory: Callable[..., Memory] = Memory,
         weights: str | None = None,
+        disk: Disk = DISK,
     ) -> None:
         cache = settle(model.config, cache)
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
@@ -127,6 +131,7 @@ class Engine:
             compressors=None if compressor is None else compressor.by_layer(),
             kernel=kernel,
             probe=probe,
+            spill=_spill(placed, cache, disk),
         )
         self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows, watermark=cache.watermark)
         self.limits = Limits.of(model.config.limit, cache)
@@ -194,6 +199,8 @@ class Engine:
                 logits = self.runner.run(plan)
                 self.times.model += time.perf_counter() - inside
                 results = _results(plan, logits)
+                for number, why in self.memory.lost([lane.rows for lane in plan.lanes]).items():
+                    results[number] = Result(fault=why, again=True)
         except BaseException as error:  # Ctrl-C too: the rows of this step end, the engine goes on
             fault = Result(fault=f"the step failed: {type(error).__name__}: {error}")
             rows = len(plan.work) if plan.encoding is None else len(plan.encoding.rows)
@@ -375,6 +382,13 @@ class _Text:
             return ""
         text, stopped = self._stops.push(self._words.flush())
         return text if stopped is not None else text + self._stops.flush()
+
+
+def _spill(placed: Sequence[Group], cache: CacheConfig, disk: Disk) -> Spill | None:
+    """Where tokens go that leave the pool; None: none does."""
+    if not any(group.level is not None and group.level.spilled for group in placed):
+        return None
+    return Spill(placed, cache.spill_ram, None if cache.spill_dir is None else Path(cache.spill_dir), disk)
 
 
 def _check_compressor(compressor: Compressor, placed: Sequence[Group]) -> None:

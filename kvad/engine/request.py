@@ -197,6 +197,7 @@ class Result(NamedTuple):
     ``prompt``: scores of the prompt tokens that follow this span's wanted positions.
     ``fault``: why this row's numbers cannot be trusted; its tokens and blocks must not be used.
     ``candidates``: a beam's best continuations (token, log-probability), best first.
+    ``again``: beside a fault that is not the row's own: what it read is gone, and can be computed anew.
     ``output``: what an encoder answers for a row that asks for that (numbers; the scheduler hands it on).
     """
 
@@ -206,6 +207,7 @@ class Result(NamedTuple):
     fault: str | None = None
     output: Any = None
     candidates: tuple[tuple[int, float], ...] = ()
+    again: bool = False
 
 
 class Event(NamedTuple):

@@ -47,6 +47,7 @@ class Row:
         "encoded",
         "group",
         "limit",
+        "losses",
         "on_full",
         "order",
         "parked",
@@ -81,6 +82,7 @@ class Row:
         self.encoded = group.source is None
         self.pending: tuple[tuple[int, float], ...] | None = None
         self.parked: Parked | None = None  # what it gave back, and will have again
+        self.losses = 0  # how often it was begun anew, because what it had spilled could not be read
         self.seat = -1
         self.state = WAITING
         self.scored = 0  # prompt positions whose successor has been scored

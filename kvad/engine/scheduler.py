@@ -40,6 +40,7 @@ from kvad.step import Lane, Moves
 
 __all__ = ["Plan", "Row", "Scheduler", "SchedulerStats", "Usage", "Work"]
 
+MOST_LOSSES = 2  # a row whose spilled part was lost is computed again so often, then it ends
 KEPT_USAGES = 4096  # of ended requests, the latest
 LOG = logging.getLogger(__name__)
 
@@ -434,6 +435,7 @@ class Scheduler:
         if _says_stop(row):
             self._stop(row)
         else:
+            self._log("a row is preempted", row)
             self._preempt(row)
 
     def _stop(self, row: Row) -> None:
@@ -453,7 +455,6 @@ class Scheduler:
             )  # fmt: skip
 
     def _preempt(self, row: Row) -> None:
-        self._log("a row is preempted", row)
         rows = [row] if row.group.beams is None else [beam for beam in row.group.rows if beam.state == RUNNING]
         for each in rows:
             self._running.remove(each)
@@ -519,10 +520,10 @@ class Scheduler:
         events = self.drain()
         commit = self.ledger.commit
         for (row, start, count, wanted, samples), result in zip(plan.work, results, strict=True):
-            if row.state == DONE:
+            if row.state != RUNNING:  # it has ended, or goes back with a beam that is computed again
                 continue
             if result.fault is not None:
-                events.extend(self._fault(row, result.fault))
+                events.extend(self._lost(row, result.fault) if result.again else self._fault(row, result.fault))
                 continue
             row.computed = end = start + count
             tokens = row.tokens
@@ -583,6 +584,15 @@ class Scheduler:
             end = self._end(row, "length", limit=row.by)
             return end._replace(token=token, score=result.score, prompt=prompt)
         return Event(row.request, row.sample, token, result.score, prompt)
+
+    def _lost(self, row: Row, why: str) -> list[Event]:
+        """What the row had spilled cannot be read.  Its tokens are known: it goes back to be computed again."""
+        row.losses += 1
+        if row.losses > MOST_LOSSES:
+            return self._fault(row, f"the spilled part of request {row.request} cannot be read: {why}")
+        LOG.warning("request %d, sample %d is computed again: %s", row.request, row.sample, why)
+        self._preempt(row)
+        return []
 
     def _fault(self, row: Row, fault: str) -> list[Event]:
         if row.group.beams is not None:

@@ -4,6 +4,7 @@ The product is taken whole; what cannot be is not left out in silence but refuse
 own words (:func:`refusal`).  What a memory promises follows from its policy:
 
 * none, or one that goes by position: *exact* beside the model whose layers see what the policy lets them see;
+* one that spills keeps everything: *exact*, too;
 * one that ranks or summarises (:func:`first_cut`): each row is a function of itself, and exact until it is first cut.
 
 :data:`SIZED` has one of each kind, for rows of so many tokens.
@@ -17,6 +18,7 @@ from itertools import product
 
 from kvad.cache.named import POLICIES, parse_policy
 from kvad.cache.planning import check_policy
+from kvad.cache.policy import Spilled
 from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.config import ModelConfig, Rope, mixers
 from kvad.errors import KvadError, UsageError
@@ -88,7 +90,8 @@ def rotates(config: ModelConfig) -> bool:
 
 def first_cut(placed: Sequence[Group]) -> int | None:
     """The length at which a row first loses something; None where no policy ranks, summarises or chooses."""
-    cuts = [policy.cut_after(0) for group in placed for policy in (group.scored, group.levels) if policy is not None]
+    losing = [group.scored or group.levels for group in placed if not isinstance(group.levels, Spilled)]
+    cuts = [policy.cut_after(0) for policy in losing if policy is not None]
     read = [(group.chooses.budget, group.block_size) for group in placed if group.chooses is not None]
     return min([*cuts, *(-(-budget // size) * size for budget, size in read)], default=None)
 
@@ -105,7 +108,12 @@ def _descending(size: Size) -> str:
 
 
 # Each policy by its name; all but the hierarchy as they are priced (lab/caches.py).
-SIZED: dict[str, Callable[[Size], str]] = {"full": lambda _size: "full", **PRICED, "hierarchy": _descending}
+SIZED: dict[str, Callable[[Size], str]] = {
+    "full": lambda _size: "full",
+    **PRICED,
+    "hierarchy": _descending,
+    "spilled": lambda size: f"spilled({-(-size.kept // size.block) * size.block}, every={2 * size.block})",
+}
 
 
 def sized(name: str, longest: int, block_size: int) -> str:

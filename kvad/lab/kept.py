@@ -45,6 +45,8 @@ def kept(group: Group, own: Sequence[MixerSpec] = ()) -> str:
 def _level(group: Group) -> str:
     level, size = group.level, group.block_size
     assert level is not None
+    if level.spilled:
+        return f"up to {counted(level.most * size, 'older token')}, spilled"
     if level.ratio > 1:
         return f"{level.most * size:,} summaries of {counted(level.ratio, 'older token')} each at most"
     return f"up to {counted(level.most * size, 'older token')}, packed"

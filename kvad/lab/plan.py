@@ -245,6 +245,7 @@ def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
     """What was planned, its bytes, and each group's; the policy is the one that ``on_full`` takes, where it takes one.
 
     ``parked_row``: what a row takes in host memory while it has given way to others, 0 where it is computed anew.
+    ``spilled``: what tokens below the pool take in host memory, all of which is in the total, and at most on disk.
     """
     settled = settle(plan.config, plan.cache)
     return {
@@ -259,6 +260,7 @@ def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
         "budget": plan.budget,
         "bytes": {name: getattr(plan, name) for name in BYTES},
         "parked_row": plan.parked_row,
+        "spilled": {name: getattr(plan.spilling, name) for name in ("ram", "staging", "sums", "disk")},
         "groups": [_group_json(plan, group) for group in plan.groups],
     }
 

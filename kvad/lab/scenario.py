@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvad.cache.formats import parted
-from kvad.cache.policy import Hierarchy, Scored
+from kvad.cache.policy import Hierarchy, Scored, Spilled
 from kvad.cache.sizing import CacheConfig, Group, groups, grows
 from kvad.config import ModelConfig, mixers
 from kvad.errors import ConfigError, EngineError, KvadError, UsageError
@@ -274,7 +274,7 @@ def cache_of(config: ModelConfig, streams: Sequence[Stream], options: Options, a
     return cache
 
 
-def _ranked(group: Group) -> Scored | Hierarchy | None:
+def _ranked(group: Group) -> Scored | Hierarchy | Spilled | None:
     return group.scored or group.levels
 
 

@@ -112,7 +112,7 @@ class _FreshView:
             values = v[low:high].unflatten(0, (lane.rows, lane.new)).transpose(1, 2)
             at = slice(low, high)
             part = Part(queries, keys, values, reading)
-            seen = observe(self._layer, number, (part,), score, self._kernel, self._probe, at)
+            seen = observe(self._layer, number, part, score, self._kernel, self._probe, at)
             outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)
 
@@ -152,6 +152,6 @@ class _CrossView:
             k, v = (x[first:last].unflatten(0, (there.rows, there.new)).transpose(1, 2) for x in (keys, values))
             at = slice(low, high)
             part = Part(queries, k, v, reading)
-            seen = observe(self._layer, number, (part,), score, self._kernel, self._probe, at)
+            seen = observe(self._layer, number, part, score, self._kernel, self._probe, at)
             outs.append(seen.out.flatten(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -60,27 +61,37 @@ def fold(lane: Lane, sources: int) -> Lane:
 def observe(
     layer: int,
     lane: int,
-    parts: Sequence[Part],
+    part: Part,
     score: Score,
     kernel: Kernel,
     probe: Probe | None,
     at: slice,
     count: Tensor | None = None,
+    below: Iterable[Part] = (),
 ) -> Attended:
     """Attend in one lane, and show a probe what was seen: of several parts, one behind the other.
 
-    ``at``: the lane's flat tokens; ``count`` [R, L]: which queries' attention is asked for (``Attended.mass``).
+    ``below``: what lies before ``part``; a generator's parts are there one after the other, but for a probe, which is
+    shown all at once.  ``at``: the lane's flat tokens; ``count`` [R, L]: which queries' attention is asked for
+    (``Attended.mass``).
     """
-    q, k, v, reading = parts[-1]
+    q, k, v, reading = part
+    before = iter(below)
+    first = next(before, None)
+    alone = first is None
+    parts: Iterable[Part] = (part,) if first is None else chain(_gone([first]), before, (part,))
+    del first
+    if probe is not None or count is not None:
+        parts = list(parts)
     far, want = reading.far if score.rotary is not None else None, probe is not None
     if isinstance(kernel, Tiles):
-        assert len(parts) == 1 and far is None and count is None, "aligned tiles are of whole tokens, where they were"
+        assert alone and far is None and count is None, "aligned tiles are of whole tokens, where they were"
         done = Attended(attend_aligned(q, k, v, reading, score, kernel))
         done = attend(q, k, v, reading, score, want=True)._replace(out=done.out) if want else done
     elif far is not None:
-        assert len(parts) == 1, "levels and sinks that are numbered anew do not meet"
-        done = _renumbered(parts[0], far, score, kernel, want, at)
-    elif count is not None or len(parts) > 1:
+        assert alone, "levels and sinks that are numbered anew do not meet"
+        done = _renumbered(part, far, score, kernel, want, at)
+    elif count is not None or not alone:
         done = merge(parts, score, kernel=kernel, want=want, mass=count is not None, count=count)
     else:
         done = attend(q, k, v, reading, score, kernel=kernel, want=want)
@@ -90,6 +101,12 @@ def observe(
         positions = torch.cat([part.reading.keys.position for part in parts], dim=-1)
         probe(Seen(layer, lane, q, k, v, positions, done.scores, done.weights, done.out))
     return done
+
+
+def _gone(parts: list[Part]) -> Iterator[Part]:
+    """From a list that lets them go."""
+    while parts:
+        yield parts.pop()
 
 
 def _renumbered(part: Part, far: Tensor, score: Score, kernel: Kernel, want: bool, at: slice) -> Attended:

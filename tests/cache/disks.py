@@ -7,7 +7,20 @@ from pathlib import Path
 
 from kvad.cache.disk import Disk
 
-OPERATIONS = ("create", "open", "write", "read", "size", "sync", "close", "replace", "sync_folder", "remove", "free")
+OPERATIONS = (
+    "create",
+    "open",
+    "write",
+    "write_at",
+    "read",
+    "size",
+    "sync",
+    "close",
+    "replace",
+    "sync_folder",
+    "remove",
+    "free",
+)
 
 
 class _Watched(Disk):
@@ -49,6 +62,9 @@ class FailingDisk(_Watched):
             file, data = args
             half = memoryview(data).cast("B")[: len(memoryview(data).cast("B")) // 2] if len(data) else b""
             os.write(file, half)
+        if name == "write_at":
+            file, data, offset = args
+            os.pwrite(file, memoryview(data).cast("B")[: memoryview(data).nbytes // 2], offset)
         if name == "close":
             os.close(args[0])  # the descriptor is gone whatever close says
         raise OSError(self.code, os.strerror(self.code))
@@ -75,6 +91,9 @@ class ForgetfulDisk(_Watched):
 
     def _write(self, file, data):
         self._dirty.add(self._paths[file])
+
+    def _write_at(self, file, data, offset):
+        self._write(file, data)
 
     def _sync(self, file):
         self._dirty.discard(self._paths.get(file))

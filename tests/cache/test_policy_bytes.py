@@ -26,6 +26,7 @@ POLICIES = (
     "hierarchy(16, every=8)",
     "hierarchy(16, packed=16, every=8, keys=int4-channel, values=int4, summaries=8, ratio=4)",
     "hierarchy(16, packed=0, every=8, summaries=8, ratio=4, sinks=8)",
+    "spilled(16, every=8)",
     "quest(16)",
 )
 FORMATS = (
@@ -58,7 +59,7 @@ def allocated(config: ModelConfig, cache: CacheConfig) -> tuple[int, int, int]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 def test_plan_and_memory_agree_to_the_byte(policy: str, layout: str) -> None:
-    if layout == "contiguous" and ("hierarchy" in policy or "quest" in policy):
+    if layout == "contiguous" and ("hierarchy" in policy or "quest" in policy or "spilled" in policy):
         with pytest.raises(ConfigError, match=r"take cache\.layout='paged'"):
             groups(mixers(MODELS["decoder"]), cache_of(policy, layout, {}))
         return
@@ -75,7 +76,7 @@ def test_plan_and_memory_agree_to_the_byte(policy: str, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["paged", "contiguous"])
 def test_a_policy_s_pool_is_smaller(policy: str, layout: str) -> None:
     """Of what all layers hold of long rows; where one layer keeps everything, of the others."""
-    if layout == "contiguous" and "hierarchy" in policy:
+    if layout == "contiguous" and ("hierarchy" in policy or "spilled" in policy):
         pytest.skip("tokens descend in whole blocks")
     config = MODELS["decoder"]
     least = 0.65 if "full" in policy or policy == "hierarchy(16, every=8)" else 0.5

@@ -69,6 +69,9 @@ POLICIES = {
     "levels-tight": setup("hierarchy(4, packed=4, every=4, sinks=4, summaries=4, ratio=4)", spare=3),
     "packed": setup("hierarchy(4, every=8)", blocks=10),
     "gone": setup("0: norm(6, every=4); hierarchy(8, packed=0, every=4, sinks=4)", spare=3),
+    "spilled": setup("spilled(8, every=4)", blocks=7),
+    "spilled-and-full": setup("0: full; spilled(4, every=8)", blocks=13),
+    "spilled-translating": setup("spilled(4, every=4)", blocks=8, cross=True),
     "quest": setup("quest(8)", blocks=14),
     "translating": setup("0: full; norm(7, every=4)", blocks=14, cross=True),
 }
@@ -445,7 +448,7 @@ class PolicyWorld(World):
     def alone(self, root: bytes, tokens: Sequence[int], source: Sequence[int]) -> Solo:
         return PolicySolo(root, self.setup.groups(), tokens, source)
 
-    def settle(self, plan: Plan, faults: Callable[[Row], bool] = lambda row: False) -> list[Event]:
+    def settle(self, plan: Plan, faults: Callable[[Row], bool | str] = lambda row: False) -> list[Event]:
         events = super().settle(plan, faults)
         self.memory.poison(self.ledger)
         return events
@@ -457,6 +460,13 @@ class PolicyWorld(World):
 
 class PolicyDriver(Driver):
     world_type = PolicyWorld
+
+    def operate(self) -> None:
+        """Rows that spill lose what they spilled at times, and are computed again."""
+        if "spilled" in self.world.setup.config.policy and self.rng.random() < 0.2:
+            self.world.step(faults=lambda row: self.rng.random() < 0.05 and "again")
+        else:
+            super().operate()
 
 
 @pytest.mark.parametrize("name", POLICIES)

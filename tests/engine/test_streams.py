@@ -401,7 +401,8 @@ class World:
             self._check_lanes(plan)
         return plan
 
-    def settle(self, plan: Plan, faults: Callable[[Row], bool] = lambda row: False) -> list[Event]:
+    def settle(self, plan: Plan, faults: Callable[[Row], bool | str] = lambda row: False) -> list[Event]:
+        """``faults``: which rows' numbers are wrong; "again": for something that was lost."""
         if plan.encoding is not None:
             return self._encoded(plan, plan.encoding, faults)
         reads = [lane.read for lane in plan.lanes for _ in range(lane.rows)]
@@ -409,9 +410,9 @@ class World:
         seen = self.memory.run(spans, [work.row.group.root for work in plan.work], plan.placed, reads)
         results = []
         for work, values, number in zip(plan.work, seen, range(len(seen)), strict=True):
-            if faults(work.row):
+            if faulted := faults(work.row):
                 self._poison(plan, number)
-                results.append(Result(fault="not a number"))
+                results.append(Result(fault="not a number", again=faulted == "again"))
             else:
                 results.append(self._result(work.row, work.start, work.wanted, work.samples, values))
         events = self.scheduler.settle(plan, results)
@@ -419,7 +420,7 @@ class World:
         self.check()
         return events
 
-    def _encoded(self, plan: Plan, encoding: Encoding, faults: Callable[[Row], bool]) -> list[Event]:
+    def _encoded(self, plan: Plan, encoding: Encoding, faults: Callable[[Row], bool | str]) -> list[Event]:
         assert sum(lane.rows * lane.new for lane in encoding.lanes) == sum(
             len(row.group.source or ()) for row in encoding.rows
         )
@@ -431,7 +432,7 @@ class World:
             results.append(Result(fault="not a number") if faulted else Result())
             if faulted and encoding.placed is not None:
                 begin = sum(len(before.group.source or ()) for before in encoding.rows[:number])
-                own = len(self.ledger.own)
+                own = len(self.ledger.own) + len(self.ledger.below)
                 for g, slots in enumerate(encoding.placed.slots, own):
                     for slot in slots[begin : begin + len(row.group.source or ())]:
                         self.memory.spoil(g, slot)
@@ -458,7 +459,7 @@ class World:
             for slot in slots[begin : begin + plan.work[number].count]:
                 self.memory.spoil(g, slot)
 
-    def step(self, faults: Callable[[Row], bool] = lambda row: False) -> list[Event]:
+    def step(self, faults: Callable[[Row], bool | str] = lambda row: False) -> list[Event]:
         plan = self.plan()
         return [] if plan is None else self.settle(plan, faults)
 

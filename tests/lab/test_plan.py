@@ -373,6 +373,13 @@ BOUNDED = {
         "float32",
     ),
     "channels": (middling(Attention(8, 4)), {"keys": "int4-channel", "residual": 32}, "float32"),
+    "spilled": (middling(Attention(8, 4)), {"policy": "spilled(32, every=32)"}, "float32"),
+    "spilled, int8, read": (
+        middling(Attention(8, 4)),
+        {"policy": "spilled(32, every=32)", "dtype": "int8", "rotate": "read", "spill_ram": 4000},
+        "bfloat16",
+    ),
+    "spilled, t5": (middling(T5), {"policy": "spilled(64, every=64)"}, "float32"),
     "quest": (middling(Attention(8, 4)), {"policy": "quest(64)"}, "float32"),
     "quest, small blocks": (middling(Attention(8, 4)), {"policy": "quest(64)", "block_size": 2}, "float32"),
     "quest, int8": (middling(Attention(8, 4)), {"policy": "quest(64)", "dtype": "int8"}, "bfloat16"),

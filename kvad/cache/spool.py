@@ -1,0 +1,190 @@
+"""Lines of bytes by (layer, number): the first ones of each layer in host memory, the others in a file per layer.
+
+Promises: what :meth:`Spool.read` gives is what :meth:`Spool.write` was given, or it says of which lines it is not, and
+why.  A line from disk is held against its checksum, which stays in memory, so that a lost write, a line in the wrong
+place and a line of before are found as well as a changed bit.  A failed write raises nothing: it makes its line
+unreadable until it is written again.  Memory cannot be written while it is read: one who writes waits for the reader.
+
+The files are private to this process and worth nothing without it.  They are named as what is not finished
+(``aside.py``), removed by :meth:`Spool.close` or at the process's end, and after its death by the next :func:`sweep`.
+
+No torch: lines are NumPy's bytes, which a thread of another mode than the model's may write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+import zlib
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvad.aside import aside, leftovers
+from kvad.cache.disk import DISK, Disk
+from kvad.cache.spilled import Share
+from kvad.errors import CacheError
+
+__all__ = ["Lines", "Run", "Spool", "runs_of", "sweep"]
+
+Lines = NDArray[np.uint8]  # [n, line]
+
+PREFIX = "spill-"
+
+
+class Run(NamedTuple):
+    """``lines`` lines from number ``first`` on, at ``place`` of a tile; ``first`` -1: nothing lies there."""
+
+    place: int
+    first: int
+    lines: int
+
+
+def runs_of(numbers: Sequence[int], split: int) -> list[Run]:
+    """Neighbours together, but for those on two sides of number ``split``.
+
+    4 5 6 -1 -1 9, split 6  ->  4 5 | 6 | -1 -1 | 9
+    """
+    made: list[Run] = []
+    for place, number in enumerate(numbers):
+        if made:
+            _, first, count = made[-1]
+            follows = number == first + count and number != split if first >= 0 else number < 0
+            if follows:
+                made[-1] = made[-1]._replace(lines=count + 1)
+                continue
+        made.append(Run(place, number, 1))
+    return made
+
+
+def sweep(folder: Path, disk: Disk = DISK) -> int:
+    """Remove what dead processes left; returns how many files."""
+    count = 0
+    for each in leftovers(folder):
+        if each.name.startswith(PREFIX) and not each.in_use:
+            disk.remove(each.path)
+            count += 1
+    return count
+
+
+class Spool:
+    """One level's lines.  CacheError: ``folder`` cannot take its files."""
+
+    def __init__(self, share: Share, folder: Path, name: str, disk: Disk = DISK) -> None:
+        self.share, self.disk = share, disk
+        self.written = self.read_ram = self.read_disk = self.failures = 0  # bytes, and operations that failed
+        self.touched = 0  # lines of a layer that its file has reached
+        self._ram = np.empty((share.layers, share.ram, share.line), np.uint8)
+        self._sums = array("I", bytes(4 * share.layers * share.disk))
+        self._lost: dict[tuple[int, int], str] = {}
+        self._files: list[int] = []
+        paths: list[Path] = []
+        self._end = weakref.finalize(self, _remove, disk, self._files, paths)
+        try:
+            for layer in range(share.layers if share.disk else 0):
+                path = aside(folder / f"{PREFIX}{name}.{layer}", "tmp")
+                self._files.append(disk.create(path))
+                paths.append(path)
+        except OSError as error:
+            self._end()
+            raise CacheError(
+                f"cannot spill to {folder}: {error.strerror or error}", "give another --spill-dir"
+            ) from None
+        self.paths = tuple(paths)
+
+    def close(self) -> None:
+        self._end()
+        self._ram = self._ram[:, :0]
+
+    def split(self, numbers: Sequence[int]) -> list[Run]:
+        return runs_of(numbers, self.share.ram)
+
+    # ------------------------------------------------------------ in
+
+    def write(self, layer: int, runs: Sequence[Run], lines: Lines) -> None:
+        """lines [n, line], contiguous."""
+        for place, first, count in runs:
+            part = lines[place : place + count]
+            self.written += part.nbytes
+            if first < self.share.ram:
+                self._ram[layer, first : first + count] = part
+            else:
+                self._write(layer, first, part)
+
+    def _write(self, layer: int, first: int, lines: Lines) -> None:
+        data, size, at = lines.reshape(-1).data, self.share.line, first - self.share.ram
+        why = ""
+        try:
+            self.disk.write_at(self._files[layer], data, at * size)
+        except OSError as error:
+            why, self.failures = f"it could not be written: {error.strerror or error}", self.failures + 1
+        self.touched = max(self.touched, at + len(lines))
+        for number in range(len(lines)):
+            self._sums[layer * self.share.disk + at + number] = zlib.crc32(data[number * size : (number + 1) * size])
+            if why:
+                self._lost[layer, first + number] = why
+            else:
+                self._lost.pop((layer, first + number), None)
+
+    # ------------------------------------------------------------ out
+
+    def read(self, layer: int, runs: Sequence[Run], into: Lines) -> dict[int, str]:
+        """Into lines [n, line], contiguous; returns the places that hold nothing (zeros), and why."""
+        lost: dict[int, str] = {}
+        for place, first, count in runs:
+            part = into[place : place + count]
+            if first < 0:
+                part[:] = 0
+            elif first < self.share.ram:
+                part[:] = self._ram[layer, first : first + count]
+                self.read_ram += part.nbytes
+            else:
+                found = self._read(layer, first, part)
+                self.read_disk += part.nbytes
+                for number, why in found.items():
+                    part[number] = 0
+                    lost[place + number] = why
+        return lost
+
+    def where(self, layer: int, run: Run) -> Lines | None:
+        """The lines of a run that lies in memory: a view.  None: it does not."""
+        _, first, count = run
+        if not 0 <= first < self.share.ram:
+            return None
+        self.read_ram += count * self.share.line
+        return self._ram[layer, first : first + count]
+
+    def _read(self, layer: int, first: int, into: Lines) -> dict[int, str]:
+        data, size, at = into.reshape(-1).data, self.share.line, first - self.share.ram
+        lost = {n: self._lost[layer, first + n] for n in range(len(into)) if (layer, first + n) in self._lost}
+        try:
+            got = self.disk.read(self._files[layer], data, at * size)
+        except OSError as error:
+            self.failures += 1
+            return {n: lost.get(n, f"reading it failed: {error.strerror or error}") for n in range(len(into))}
+        for number in range(len(into)):
+            begin, end = number * size, (number + 1) * size
+            if number in lost:
+                continue
+            if end > got:
+                lost[number] = "its file was cut"
+            elif zlib.crc32(data[begin:end]) != self._sums[layer * self.share.disk + at + number]:
+                lost[number] = "its bytes are not those that were written"
+        self.failures += bool(lost)
+        return lost
+
+
+def _remove(disk: Disk, files: list[int], paths: list[Path]) -> None:
+    """What cannot be removed is left to the next sweep."""
+    for file in files:
+        with contextlib.suppress(OSError):
+            disk.close(file)
+    for path in paths:
+        with contextlib.suppress(OSError):
+            disk.remove(path)
+    files.clear()
+    paths.clear()
