@@ -10,10 +10,12 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from kvad.cache.disk import DISK, Disk
 from kvad.cache.full import LimitName
 from kvad.cache.identity import Identity
 from kvad.cache.ledger import Ledger
@@ -22,12 +24,15 @@ from kvad.cache.planning import check_policy
 from kvad.cache.settle import settle
 from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.config import mixers
+from kvad.engine.costs import Costs
 from kvad.engine.limits import Limits
+from kvad.engine.parked import parking_of
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
 from kvad.engine.row import Encoding
 from kvad.engine.runner import Runner
 from kvad.engine.sampler import FAULT, Chosen, Job, sample, score_tokens
 from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
+from kvad.engine.swaps import Swaps
 from kvad.errors import ConfigError, KvadError, RequestError
 from kvad.model.compress import Compressor
 from kvad.model.fingerprint import fingerprint
@@ -85,6 +90,8 @@ class Engine:
     request's logits and tokens are the same, bit for bit, whatever runs beside it and however its tokens are cut into
     steps (on a CPU, of one process: other machines, builds and numbers of threads round otherwise).
     ``compressor``: what makes the policy's summaries; ConfigError where the policy has none, or of another ratio.
+    ``park_dir``: where rows that give way are written when ``cache.park_ram`` is full; ``costs``: what decides whether
+    they are.
     """
 
     def __init__(
@@ -99,6 +106,9 @@ class Engine:
         probe: Probe | None = None,
         compressor: Compressor | None = None,
         stop_tokens: frozenset[int] = frozenset(),
+        park_dir: str | Path | None = None,
+        costs: Costs | None = None,
+        disk: Disk = DISK,
     ) -> None:
         cache = settle(model.config, cache)
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
@@ -127,7 +137,12 @@ class Engine:
         self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows, watermark=cache.watermark)
         self.limits = Limits.of(model.config.limit, cache)
         chunk = min(cache.chunk, cache.capacity)  # what a window's pool is sized for
-        self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=chunk, limit=self.limits)
+        folder = None if park_dir is None else Path(park_dir)
+        self.swaps = Swaps(self.ledger, costs, parking_of(self.memory, self.ledger, cache.park_ram, folder, disk))
+        self.memory.copier.told = self.swaps.told
+        self.scheduler = Scheduler(
+            self.ledger, rows=cache.rows, budget=budget, chunk=chunk, limit=self.limits, swaps=self.swaps
+        )
         self.runner = Runner(model, self.memory)
         self.times = StepTimes()
         self._next, self._ends = 0, stop_tokens
@@ -190,6 +205,7 @@ class Engine:
                 logits = self.runner.run(plan)
                 self.times.model += time.perf_counter() - inside
                 results = _results(plan, logits)
+                self._weigh(plan, time.perf_counter() - inside)
         except BaseException as error:  # Ctrl-C too: the rows of this step end, the engine goes on
             fault = Result(fault=f"the step failed: {type(error).__name__}: {error}")
             rows = len(plan.work) if plan.encoding is None else len(plan.encoding.rows)
@@ -219,8 +235,15 @@ class Engine:
         return self.scheduler.idle
 
     def close(self) -> None:
-        """Free the pool.  The engine serves nothing afterwards."""
+        """Free the pool, and what was parked.  The engine serves nothing afterwards."""
+        self.swaps.close()
         self.memory.release()
+
+    def _weigh(self, plan: Plan, seconds: float) -> None:
+        """What a step has cost per token, where most of its tokens were read and not said."""
+        tokens = sum(work.count for work in plan.work)
+        if tokens > 2 * len(plan.work):
+            self.swaps.costs.computed(tokens, seconds)
 
     def _encode(self, encoding: Encoding) -> list[Result]:
         """Run the encoder; its answers where they are wanted."""
