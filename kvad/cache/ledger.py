@@ -318,6 +318,11 @@ class Ledger:
         """Keys of parked rows that have yet to be copied out: with the next moves."""
         return [key for key, _ in self._park]
 
+    @property
+    def waking(self) -> list[int]:
+        """Keys of parked rows that are seated again, and have yet to be copied in: with the next moves of their own."""
+        return [key for key, _ in self._wake.values()]
+
     def held(self, row: int) -> list[int]:
         """Blocks that the row holds in each group, those of sources apart."""
         return [len(each.blocks) for each in self._seat(row).every]

@@ -130,12 +130,14 @@ class ParkFiles:
 
     def _ask(self, job: _Job) -> None:
         if self._thread is None:
-            work = _Worker(self.disk, self._clock, self._name, self._jobs, self._done, self._given_up)
-            self._thread = threading.Thread(target=work.run, name="kvad-parking", daemon=True)
+            self._thread = threading.Thread(target=self._worker().run, name="kvad-parking", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._jobs.put, _Job("stop"))
         self.pending += 1
         self._jobs.put(job)
+
+    def _worker(self) -> _Worker:
+        return _Worker(self.disk, self._clock, self._name, self._jobs, self._done, self._given_up)
 
     def _sweep(self) -> int:
         """Remove what processes that died have left; returns how many files."""
@@ -164,13 +166,19 @@ class _Worker:
         self._jobs, self._done, self._given_up = jobs, done, given_up
 
     def run(self) -> None:
-        while (job := self._jobs.get()).what != "stop":
-            if job.what == "remove":
-                with suppress(OSError):
-                    self._disk.remove(job.path)
-                self._given_up.discard(job.key)
-            else:
-                self._done.put(self._tried(job))
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Do one job; False: there are to be no more."""
+        job = self._jobs.get()
+        if job.what == "remove":
+            with suppress(OSError):
+                self._disk.remove(job.path)
+            self._given_up.discard(job.key)
+        elif job.what != "stop":
+            self._done.put(self._tried(job))
+        return job.what != "stop"
 
     def _tried(self, job: _Job) -> Done:
         assert job.what == "write" or job.what == "read"

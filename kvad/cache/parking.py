@@ -85,6 +85,7 @@ class Parking:
         self._pack, self._unpack, self.told, self._clock = pack, unpack, told, clock
         self._rows: dict[int, _Row] = {}
         self._wanted = -1  # whom :meth:`fetch` has asked for last
+        self._waking: Collection[int] = ()
         self._refused = float("-inf")  # when the disk did
         self._stats = ParkingStats()
         self._changed = False  # since the last poll
@@ -182,9 +183,10 @@ class Parking:
 
     # ------------------------------------------------------------ time passes
 
-    def poll(self, untold: Collection[int] = ()) -> bool:
-        """See what has been done, and have written what is beyond the bound.  ``untold``: keys whose moves have yet to
-        be told.  True: something has changed for those who wait."""
+    def poll(self, untold: Collection[int] = (), waking: Collection[int] = ()) -> bool:
+        """See what has been done, and have written what is beyond the bound.  ``untold``: keys of rows that have yet to
+        be copied out; ``waking``: in, so that they stay.  True: something has changed for those who wait."""
+        self._waking = waking
         if self.files is not None and self.files.pending:
             for done in self.files.done():
                 self._settle(done)
@@ -202,9 +204,10 @@ class Parking:
         """Whether a read or a write is under way."""
         return self.files is not None and self.files.pending > 0
 
-    def wait(self) -> None:
+    def wait(self, waking: Collection[int] = ()) -> None:
         """Until one that is under way is done."""
         assert self.files is not None
+        self._waking = waking
         for done in self.files.wait():
             self._settle(done)
 
@@ -216,8 +219,8 @@ class Parking:
         if done.fault is not None:
             self._failed(done, row)
         elif done.what == "write":
-            row.whole, row.state = True, "away"
-            del self.store[done.key]
+            row.whole, row.state = True, "here"
+            self._let_go(done.key, row)
             written, nbytes = self._stats.written + 1, self._stats.written_bytes + done.nbytes
             self._stats = replace(self._stats, written=written, written_bytes=nbytes)
             self.told("write", done.nbytes, done.seconds)
@@ -239,7 +242,7 @@ class Parking:
         self._refused = self._clock()
         self.files.remove(done.key)
         row.state = "here"
-        if not row.needed:
+        if not row.needed and done.key not in self._waking:
             del self.store[done.key]
             row.state = self._lost(row, done.fault)
 
@@ -254,19 +257,27 @@ class Parking:
         if self.ram is None or here <= self.ram or self.files is None:
             return
         assert self._pack is not None
-        staying = [(row.order, key) for key, row in self._rows.items() if row.state == "here"]
+        staying = [
+            (row.order, key) for key, row in self._rows.items() if row.state == "here" and key not in self._waking
+        ]
         for _, key in sorted(staying, reverse=True):
             row, made = self._rows[key], partial(self._pack, key, self.store[key])
             if here <= self.ram:
                 return
-            if row.whole and key != self._wanted:
-                row.state = "away"
-                del self.store[key]
-                here -= row.nbytes
-            elif not row.whole and self._writes():
+            if row.whole:
+                here -= row.nbytes if self._let_go(key, row) else 0
+            elif self._writes():
                 row.state = "leaving"
                 self.files.write(key, made)
                 here -= row.nbytes
+
+    def _let_go(self, key: int, row: _Row) -> bool:
+        """Drop the copy of a row that is here and on disk, unless it is about to be read."""
+        if key == self._wanted or key in self._waking:
+            return False
+        row.state = "away"
+        del self.store[key]
+        return True
 
     # ------------------------------------------------------------ told
 

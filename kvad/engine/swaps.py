@@ -106,7 +106,7 @@ class Swaps:
 
     def poll(self) -> bool:
         """See what the parking has done.  True: rows that wait may find something changed."""
-        return self.parking is not None and self.parking.poll(self._ledger.untold)
+        return self.parking is not None and self.parking.poll(self._ledger.untold, self._ledger.waking)
 
     def fetch(self, row: Row) -> None:
         """The row is the next that could be seated: have its copy in memory by then."""
@@ -175,7 +175,7 @@ class Swaps:
     def wait(self) -> None:
         """For one read or write that is under way: there is nothing else to do."""
         assert self.parking is not None
-        self.parking.wait()
+        self.parking.wait(self._ledger.waking)
 
     # ------------------------------------------------------------ room
 
