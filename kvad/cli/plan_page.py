@@ -70,6 +70,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         *pool,
         ("scratch", plan.scratch, f"at most: {gathered}{_scores(plan)}"),
         ("activations", plan.activations, f"at most: {_step(plan)}"),
+        *([("parking", plan.parking, "of host memory for rows that give way, as asked")] if plan.parking else []),
         ("total", plan.total, "beside the interpreter and torch"),
         *([("parked row", plan.parked_row, PARKED)] if plan.parked_row else []),
     ]

@@ -228,7 +228,8 @@ def _fit_json(report: Report, fit: int) -> Mapping[str, object]:
 def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
     """What was planned, its bytes, and each group's; the policy is the one that ``on_full`` takes, where it takes one.
 
-    ``parked_row``: what a row takes in host memory while it has given way to others, 0 where it is computed anew.
+    ``parked_row``: what a row takes in host memory while it has given way to others, 0 where it is computed anew;
+    ``parking``: the bound of what all of them take there, part of the total where one was asked for.
     """
     settled = settle(plan.config, plan.cache)
     return {
@@ -243,6 +244,7 @@ def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
         "budget": plan.budget,
         "bytes": {name: getattr(plan, name) for name in BYTES},
         "parked_row": plan.parked_row,
+        "parking": plan.cache.park_ram,
         "groups": [_group_json(plan, group) for group in plan.groups],
     }
 
