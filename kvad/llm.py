@@ -65,6 +65,7 @@ class LLM:
         budget: int = 2048,
         deterministic: bool = False,
         compressor: Compressor | None = None,
+        park_dir: str | Path | None = None,
     ) -> None:
         self.model, self.tokenizer, self.cache = model.eval(), tokenizer, cache
         self.generation = Generation() if generation is None else generation
@@ -77,6 +78,7 @@ class LLM:
             deterministic=deterministic,
             compressor=compressor,
             stop_tokens=ends,
+            park_dir=park_dir,
         )
         self.texts = Texts(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
         self._desk = Desk(self.engine)
@@ -94,6 +96,7 @@ class LLM:
         compressor: str | Path | None = None,
         revision: str | None = None,
         deterministic: bool = False,
+        park_dir: str | Path | None = None,
         **cache: Any,
     ) -> LLM:
         """Load a checkpoint: kvad's folder or run, a Hugging Face folder, or a name on the hub (``revision``: of it).
@@ -105,7 +108,8 @@ class LLM:
         when it or the cache is full ``on_full=``; ``endless=True`` alone is ``on_full="sinks"``.  ``compressor``: a
         folder or a run of ``kvad train --objective compress``, which makes the summaries of
         ``policy="hierarchy(...)"``.  ``deterministic``: what a request gets is the same, bit for bit, alone and in any
-        batch (CPU only, slower: docs/performance.md).
+        batch (CPU only, slower: docs/performance.md).  ``park_dir``: a folder for rows that give way when there is no
+        room for them in ``park_ram`` bytes of memory.
 
         Raises CheckpointError for a folder that is not a whole checkpoint, and for another model's compressor;
         UsageError for a device that is not there, ConfigError for a dtype or a cache that cannot be, or a machine on
@@ -136,6 +140,7 @@ class LLM:
             generation=opened.generation,
             deterministic=deterministic,
             compressor=learned,
+            park_dir=park_dir,
         )
 
     # ------------------------------------------------------------ text out

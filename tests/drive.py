@@ -19,6 +19,7 @@ from kvad.cache.sizing import CacheConfig
 from kvad.config import mixers
 from kvad.engine.engine import Engine
 from kvad.engine.request import Result, Sampling
+from kvad.engine.swaps import SwapStats
 from kvad.lab.rounded import Rounded
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
@@ -54,6 +55,7 @@ class Run:
     copies: int = 0
     encoded: int = 0  # tokens of sources, each time that one was read
     encodings: int = 0  # steps of the encoder
+    swaps: SwapStats = field(default_factory=SwapStats)  # how rows gave way
     folded: int = 0  # steps in which cross-attention had fewer rows than the step
 
 
@@ -113,6 +115,7 @@ def drive(
             fill_unowned(engine, math.nan)
     run.preemptions = engine.scheduler.stats().preemptions
     run.hit_tokens = engine.ledger.stats().hit_tokens
+    run.swaps = engine.swaps.stats()
     engine.close()
     return run
 

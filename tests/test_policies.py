@@ -381,7 +381,7 @@ def test_a_preempted_row_is_parked_and_woken(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", PARKED)
 def test_without_parking_the_test_above_objects(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    monkeypatch.setattr("kvad.cache.memory.Memory._park_and_wake", lambda *_: None)
+    monkeypatch.setattr("kvad.cache.swap.Copier.back", lambda *_: None)
     with pytest.raises(AssertionError):
         test_a_preempted_row_is_parked_and_woken(policy)
 

@@ -37,7 +37,7 @@ from typing import NamedTuple
 from kvad.cache.blocks import BlockPool, Hash, LowestFirst, Prefix, Prefixes, digest
 from kvad.cache.descent import Descended, Descents, blocks_of
 from kvad.cache.policy import Spilled
-from kvad.cache.seats import NEVER, Hold, Parked, Seat, in_ring, place_of
+from kvad.cache.seats import NEVER, Hold, Known, Parked, Seat, in_ring, place_of
 from kvad.cache.sizing import Group
 from kvad.cache.sources import PlacedSources, Source, Sources
 from kvad.step import Compact, Moves, Reach
@@ -118,12 +118,12 @@ class Ledger:
         self._descents = Descents(self.groups, self.pools, len(own))
         self._scored = tuple(group.scored for group in self.own)
         self._summed = tuple(group.chooses is not None for group in self.own)  # blocks are summed up as they stand
-        # A preempted row is parked, not computed again.
-        spilled = any(isinstance(group.levels, Spilled) for group in self.own)
-        self.lossy = not spilled and any(group.scored or group.levels for group in self.own)
-        self._moved = spilled or self.lossy
+        # A preempted row is parked, never computed again.
+        self.spills = any(isinstance(group.levels, Spilled) for group in self.own)
+        self.lossy = not self.spills and any(group.scored or group.levels for group in self.own)
+        self._moved = self.spills or self.lossy
         self._watched = any(scored is not None and scored.watch for scored in self._scored)
-        self._parked = 0  # keys so far
+        self._parked = self._epoch = 0  # keys so far; times that all prefixes were forgotten
         self._park: list[tuple[int, tuple[tuple[int, ...], ...]]] = []  # told with the next moves
         self._wake: dict[int, tuple[int, tuple[tuple[int, ...], ...]]] = {}  # by row
         self._drop: list[int] = []
@@ -280,7 +280,7 @@ class Ledger:
         self.releases += 1
 
     def park(self, row: int) -> Parked:
-        """Preempt a row whose tokens, computed anew, might not be kept again: its blocks are copied out, then freed."""
+        """A row leaves its seat and will have its blocks as they are again: they are copied out, then freed."""
         seat = self._seat(row)
         if row in self._wake:  # it has not moved since it was to wake
             key, blocks = self._wake[row]
@@ -290,8 +290,9 @@ class Ledger:
             self._park.append((key, blocks))
         holds = tuple((len(hold.blocks), hold.gap, hold.dropped, hold.cut) for hold in seat.holds)
         below = tuple((len(each.blocks), each.used) for each in seat.below)
+        known = None if seat.root is None else Known(seat.root, seat.tip, tuple(seat.tail), self._epoch)
         self.release(row)
-        return Parked(key, seat.length, holds, below)
+        return Parked(key, seat.length, holds, below, known)
 
     def wake(self, row: int, parked: Parked) -> bool:
         """Seat a parked row where it stood; False, and no change: there is no room now."""
@@ -299,7 +300,10 @@ class Ledger:
         counts = [count for count, *_ in (*parked.holds, *parked.below)]
         if any(count > pool.available for count, pool in zip(counts, self.pools, strict=False)):
             return False
-        seat = Seat(len(self.own), len(self.below), None)
+        known = parked.known if parked.known is not None and parked.known.epoch == self._epoch else None
+        seat = Seat(len(self.own), len(self.below), None if known is None else known.root)
+        if known is not None:
+            seat.tip, seat.tail, seat.again = known.tip, list(known.tail), True
         seat.length = seat.reach = parked.length
         for hold, pool, (count, *marks) in zip(seat.holds, self._pools, parked.holds, strict=True):
             hold.gap, hold.dropped, hold.cut = marks
@@ -315,6 +319,40 @@ class Ledger:
         """A parked row will not come back."""
         self._drop.append(parked.key)
 
+    @property
+    def untold(self) -> list[int]:
+        """Keys of parked rows that have yet to be copied out: with the next moves."""
+        return [key for key, _ in self._park]
+
+    @property
+    def waking(self) -> list[int]:
+        """Keys of parked rows that are seated again, and have yet to be copied in: with the next moves of their own."""
+        return [key for key, _ in self._wake.values()]
+
+    def held(self, row: int) -> list[int]:
+        """Blocks that the row holds in each group, those of sources apart."""
+        return [len(each.blocks) for each in self._seat(row).every]
+
+    def survives(self, row: int) -> int:
+        """Tokens from the row's start on that would still be known if it gave its blocks back: others hold them."""
+        prefix, chain = self._seat(row).tip, list[Prefix]()
+        while prefix is not None and prefix.depth:
+            chain.append(prefix)
+            prefix = prefix.parent
+        full = [pool for pool, window in zip(self._pools, self._windows, strict=True) if window == NEVER]
+        count = 0
+        for prefix in reversed(chain):
+            blocks = [pool.find(prefix) for pool in full]
+            if any(block is None or pool.refs[block] < 2 for block, pool in zip(blocks, full, strict=True)):
+                break
+            count += 1
+        return count * self._sizes[0]
+
+    def known(self, tokens: Sequence[int], root: bytes) -> int:
+        """Tokens of which an admission would find the blocks now."""
+        start = self._prefixes.root(root) if self.prefix else None
+        return 0 if start is None else len(self._chain(start, tokens, len(tokens) - 1)) * self._sizes[0]
+
     def room(self, row: int) -> int:
         """Tokens until the row is cut next: no span goes further."""
         length = self._seat(row).length
@@ -322,7 +360,8 @@ class Ledger:
         return min((policy.cut_after(length) for policy in policies if policy is not None), default=NEVER) - length
 
     def drop_prefixes(self) -> None:
-        """Forget every published block (the weights changed); rows that are seated now publish no more."""
+        """Forget every published block (the weights changed); rows that are seated or parked now publish no more."""
+        self._epoch += 1
         for pool in self.pools:
             for block in pool.published():
                 pool.withdraw(block)
@@ -379,8 +418,8 @@ class Ledger:
         moves = self._grow(slow) if slow else self._no_moves()
         if moves is None:
             return None
-        if self.lossy:
-            moves = self._with_parked(moves)
+        if self._park or self._wake or self._drop:
+            moves = self._with_parked(moves, {span[0] for span in spans})
         slots: tuple[list[int], ...] = tuple([] for _ in self.own)
         tables: tuple[list[list[int]], ...] = tuple([] for _ in self.groups)
         pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=False)]
@@ -415,6 +454,8 @@ class Ledger:
         if seat.length < seat.reach:
             seat.since = NEVER  # later tokens stand where the next one goes
         if seat.tip is not None:
+            if seat.again:
+                self._publish_again(seat)
             seat.tail.extend(tokens)
             if len(seat.tail) >= self._sizes[0]:
                 self._publish(seat, seat.length if sure is None else sure)
@@ -604,6 +645,16 @@ class Ledger:
             at += size
         del tail[:at]
 
+    def _publish_again(self, seat: Seat) -> None:
+        """What a woken row had published before it was parked, where nobody else has it."""
+        seat.again, prefix = False, seat.tip
+        while prefix is not None and prefix.depth:
+            for hold, pool, sinks in zip(seat.holds, self._pools, self._sinks, strict=True):
+                place = place_of(prefix.depth - 1, sinks, hold.gap)
+                if place is not None and pool.prefixes[hold.blocks[place]] is None:
+                    pool.publish(hold.blocks[place], prefix)
+            prefix = prefix.parent
+
     def _withdraw(self, prefix: Prefix | None) -> None:
         while prefix is not None:
             for pool in self._pools:
@@ -654,11 +705,12 @@ class Ledger:
         moves = Moves(tuple(clears), tuple(copies))
         return done.told(moves._replace(compact=tuple(compacts))) if self._moved else moves
 
-    def _with_parked(self, moves: Moves) -> Moves:
-        """With what was parked, woken and given up since the last step that was placed."""
-        if self._park or self._wake or self._drop:
-            moves = moves._replace(park=tuple(self._park), wake=tuple(self._wake.values()), drop=tuple(self._drop))
-            self._park, self._wake, self._drop = [], {}, []
+    def _with_parked(self, moves: Moves, rows: set[int]) -> Moves:
+        """With what was parked and given up since the last step that was placed, and those of its ``rows`` that wake:
+        a step that fails ends its rows, so none goes on with blocks that were never filled."""
+        wake = tuple(self._wake.pop(row) for row in sorted(rows & self._wake.keys()))
+        moves = moves._replace(park=tuple(self._park), wake=wake, drop=tuple(self._drop))
+        self._park, self._drop = [], []
         return moves
 
     def _passed(self, index: int, hold: Hold, start: int) -> int:

@@ -29,6 +29,7 @@ from kvad.cache.quest import Bounds, ChosenReading
 from kvad.cache.sizing import Group
 from kvad.cache.spill import Spill, Tile
 from kvad.cache.store import Store
+from kvad.cache.swap import Copier
 from kvad.errors import CacheError
 from kvad.ops.attend import Kernel, Reading
 from kvad.ops.lanes import Probe, lane_spans, observe
@@ -102,7 +103,8 @@ class Memory:
         self.columns = {layer: HeadColumns(group, device) for layer, group in ranked}
         choosing = [(layer, group) for group in self.groups if group.chooses is not None for layer in group.layers]
         self.bounds = {layer: Bounds(group, self.keys[layer], device) for layer, group in choosing}
-        self.parked: dict[int, list[Tensor]] = {}  # on the host, by key
+        self.parked: dict[int, list[Tensor]] = {}  # on the host, by key; on a GPU: when copier.arrived
+        self.copier = Copier(torch.device(device))
 
     def leaves(self) -> list[Tensor]:
         """Every tensor of the cache, flat: keys and values by layer, what heads keep by layer, weights of summaries,
@@ -157,10 +159,9 @@ class Memory:
 
     def _park_and_wake(self, moves: Moves) -> None:
         for key, blocks in moves.park:
-            self.parked[key] = [each.array[each.blocks].cpu() for each in self.held(blocks)]
+            self.parked[key] = self.copier.out(key, self.held(blocks))
         for key, blocks in moves.wake:
-            for each, kept in zip(self.held(blocks), self.parked.pop(key), strict=True):
-                each.array[each.blocks] = kept.to(each.array.device)
+            self.copier.back(key, self.held(blocks), self.parked.pop(key))
         for key in moves.drop:
             self.parked.pop(key, None)
 

@@ -130,15 +130,21 @@ class MemoryPlan:
     @property
     def parked_row(self) -> int:
         """What one row takes in *host* memory while it has given way to others (``Memory.parked``): all that it held,
-        where it cannot be computed anew; 0 where it can.  Beside ``total``: nobody knows how many rows will wait."""
+        where it cannot be computed anew; 0 where it can.  Beside ``total``, as nobody knows how many rows will wait;
+        ``parking`` bounds them."""
         own = [each for each in self.groups if not each.group.mixer.cross]
         if not any(each.group.scored or isinstance(each.group.levels, Hierarchy) for each in own):
             return 0
         return sum(each.row_payload + each.row_scales + each.row_columns for each in own)
 
     @property
+    def parking(self) -> int:
+        """Host memory for rows that give way (``cache.park_ram``), where a bound was given."""
+        return self.cache.park_ram or 0
+
+    @property
     def total(self) -> int:
-        return self.weights + self.pool + self.spilling.host + self.scratch + self.activations
+        return self.weights + self.pool + self.spilling.host + self.scratch + self.activations + self.parking
 
 
 def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool = False) -> None:

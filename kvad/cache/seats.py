@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvad.cache.blocks import Prefix
 from kvad.cache.sources import Source
 
-__all__ = ["NEVER", "Below", "Hold", "Parked", "Seat", "in_ring", "place_of"]
+__all__ = ["NEVER", "Below", "Hold", "Known", "Parked", "Seat", "in_ring", "place_of"]
 
 NEVER = 1 << 62
 
@@ -39,22 +39,34 @@ class Below:
         self.used = 0
 
 
+class Known(NamedTuple):
+    """What a row had published, and the tokens behind it; of no use when ``epoch`` has passed (``drop_prefixes``)."""
+
+    root: Prefix
+    tip: Prefix | None
+    tail: tuple[int, ...]
+    epoch: int
+
+
 class Parked(NamedTuple):
     """A row that gave its blocks back and will have them again: ``key`` names what the device copied out.  Per group
-    that takes tokens: (blocks, gap, dropped, cut); per level below: (blocks, used)."""
+    that takes tokens: (blocks, gap, dropped, cut); per level below: (blocks, used).  ``known`` None: it will publish
+    nothing."""
 
     key: int
     length: int
     holds: tuple[tuple[int, int, int, int], ...]
     below: tuple[tuple[int, int], ...]
+    known: Known | None = None
 
 
 class Seat:
     """One row.  ``length``: committed tokens.  ``tip``, ``tail``: the last full block's Prefix and the tokens after
     it (tip None: this row publishes nothing).  ``reach``: the end of the furthest write, committed or not.  One token
-    at a position in ``since .. fast - 1`` is written at ``position + base`` in every group, with nothing else to do."""
+    at a position in ``since .. fast - 1`` is written at ``position + base`` in every group, with nothing else to do.
+    ``again``: it was woken, and what it had published is to be found in its new blocks, once they are filled."""
 
-    __slots__ = ("below", "fast", "holds", "length", "reach", "root", "since", "source", "tail", "tip")
+    __slots__ = ("again", "below", "fast", "holds", "length", "reach", "root", "since", "source", "tail", "tip")
 
     def __init__(self, num_groups: int, num_levels: int, root: Prefix | None) -> None:
         self.source: Source | None = None
@@ -71,6 +83,7 @@ class Seat:
     def restart(self) -> None:
         self.length = self.reach = self.fast = 0
         self.since = NEVER
+        self.again = False
         self.tip = self.root
         self.tail: list[int] = []
         for hold in self.holds:

@@ -73,10 +73,9 @@ class CacheConfig:
     residual: int = 128  # latest tokens in full precision before keys by channel; no-op for other formats
     on_full: OnFull = "preempt"  # for a row at its limit and a pool that has run out: full.py; settle.py lays it out
     watermark: float = 0.0  # share of a pool's blocks that an admission leaves free for rows that grow
-    spill_ram: int = (
-        1 << 30
-    )  # bytes of host memory for spilled tokens; what passes them lies on disk.  No-op for others
+    spill_ram: int = 1 << 30  # bytes of host memory for spilled tokens; what passes them lies on disk.  No-op for others
     spill_dir: str | None = None  # where, in files that end with the engine; None = the user's cache folder
+    park_ram: int | None = None  # bytes of host memory for rows that give way; None: what those take that must be parked
 
     def __post_init__(self) -> None:
         if self.on_full not in ON_FULL:
@@ -85,6 +84,8 @@ class CacheConfig:
             raise ConfigError(f"cache.watermark: expected a number, found {self.watermark!r}")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"cache.watermark: {self.watermark:g} is no share of the blocks", "from 0 to below 1")
+        if self.park_ram is not None:
+            _at_least(0, "park_ram", self.park_ram)
         if self.rotate not in ("write", "read"):
             raise ConfigError(f"cache.rotate: {self.rotate!r}", nearest(self.rotate, ("write", "read")))
         if self.layout not in ("paged", "contiguous"):

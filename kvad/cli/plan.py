@@ -13,7 +13,7 @@ import click
 
 from kvad.cache.formats import FORMATS
 from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
-from kvad.cli.policies import policies_asked, policy_options
+from kvad.cli.policies import park_ram_option, policies_asked, policy_options
 from kvad.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ COUNTS = _Counts()
 @click.option("--layout", type=click.Choice(LAYOUTS), default="paged", show_default=True)
 @click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
 @policy_options
+@park_ram_option
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
 @click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
 @click.option("--fit", metavar="SIZE", help="What could I run in 8GiB?  Several --context and --rows are for this.")

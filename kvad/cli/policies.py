@@ -14,16 +14,16 @@ from kvad.cache.full import ON_FULL, LimitName, with_endless
 from kvad.cache.named import ABOUT
 from kvad.cache.sizing import CacheConfig
 from kvad.cli.common import given, parse_bytes
-from kvad.errors import counted
+from kvad.errors import UsageError, counted
 
 if TYPE_CHECKING:
     from kvad.cache.sizing import Group
     from kvad.llm import LLM
 
-__all__ = ["ending", "forgotten", "policies_asked", "policy_options", "short_policy_options"]
+__all__ = ["ending", "forgotten", "park_ram_option", "policies_asked", "policy_options", "short_policy_options"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-FIELDS = ("policy", "endless", "rotate", "on_full", "watermark", "spill_dir", "spill_ram")
+FIELDS = ("policy", "endless", "rotate", "on_full", "watermark", "spill_dir", "spill_ram", "park_ram")
 
 
 def _table(first: str, lines: Mapping[str, str]) -> str:
@@ -32,6 +32,21 @@ def _table(first: str, lines: Mapping[str, str]) -> str:
     return "\n".join([first, "", "\b", *(f"{name:<{width}}  {text}" for name, text in lines.items())])
 
 
+class _Size(click.ParamType[int]):
+    """``512MiB``; 0 too."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return 0 if value in ("0", 0) else parse_bytes(str(value))
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+park_ram_option = click.option(
+    "--park-ram", type=_Size(), help="Host memory for rows that give way to others [default: for those that must]."
+)
 _ENDLESS = click.option("--endless", is_flag=True, help="Rows have no end; without --policy: --on-full sinks.")
 _OTHERS = (
     click.option("--policy", metavar="NAME(N,...)", help=_table("What stays of a row [default: full].", ABOUT)),

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvad.cli.common import FORMAT, format_bytes
-from kvad.cli.policies import policies_asked, policy_options
+from kvad.cli.gave_way import gave_way, gave_way_lines
+from kvad.cli.policies import park_ram_option, policies_asked, policy_options
 from kvad.errors import DataError, counted
 
 if TYPE_CHECKING:
     from kvad.engine.engine import Piece
     from kvad.engine.scheduler import Usage
+    from kvad.engine.swaps import SwapStats
     from kvad.llm import LLM
 
 __all__ = [
@@ -64,6 +66,9 @@ def cache_options(command: Command) -> Command:
         *FORMAT_OPTIONS,
         click.option("--block-size", type=int, help="Slots of a block [default: 16]."),
         click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
+        click.option("--blocks", type=int, help="Blocks of the pool [default: for every row at its longest]."),
+        park_ram_option,
+        click.option("--park-dir", type=click.Path(path_type=Path), help="Where rows go for which that is too little."),
         deterministic_option,
         policy_options,
         click.option("--compressor", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries."),
@@ -98,6 +103,8 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "layout": options["layout"],
         "block_size": options["block_size"],
         "capacity": options["context"],
+        "blocks": options["blocks"],
+        "park_dir": options["park_dir"],
         "compressor": options["compressor"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
@@ -177,6 +184,7 @@ class Spilled:
 @dataclass(frozen=True)
 class RunStats:
     """Seconds and milliseconds as named; ``engine_ms`` and ``model_ms`` are per generated token, over all rows.
+    ``gave_way``: how rows were preempted, and what that costs here.
     ``ended``: samples, by what ended them: a limit ("max_tokens", "model", "cache", "pool"), or "stop" and the like."""
 
     prompt_tokens: int
@@ -192,6 +200,7 @@ class RunStats:
     prefix_hits: int
     prefix_misses: int
     preemptions: int
+    gave_way: SwapStats
     evictions: int
     ended: Mapping[str, int]
     spilled: Spilled | None = None
@@ -241,6 +250,7 @@ class Meter:
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
         self._times, self._ledger = replace(llm.engine.times), llm.engine.ledger.stats()
+        self._swaps = llm.engine.swaps.stats()
         llm.engine.ledger.restart_peak()
         self._before = spilled(llm)
         self._usages: dict[int, Usage] = {}
@@ -279,6 +289,7 @@ class Meter:
             prefix_hits=ledger.hits - self._ledger.hits,
             prefix_misses=ledger.misses - self._ledger.misses,
             preemptions=sum(usage.preemptions for usage in usages),
+            gave_way=gave_way(self._swaps, self._llm.engine.swaps.stats()),
             evictions=sum(ledger.evictions) - sum(self._ledger.evictions),
             ended=dict(self._ended),
             spilled=self._spilled(),
@@ -305,6 +316,7 @@ def stats_lines(stats: RunStats) -> list[str]:
         *([] if stats.spilled is None else [f"spilled    {_spill_line(stats.spilled)}"]),
         f"prefix     {counted(stats.prefix_hits, 'hit')}, {counted(stats.prefix_misses, 'miss', 'misses')}",
         f"pressure   {counted(stats.preemptions, 'preemption')}, {counted(stats.evictions, 'eviction')}",
+        *(f"preempted  {line}" for line in gave_way_lines(stats.gave_way)),
         f"ended      {', '.join(f'{count} by {ENDS.get(by, by)}' for by, count in stats.ended.items()) or 'nothing'}",
     ]
 

@@ -25,12 +25,15 @@ from kvad.cache.settle import settle
 from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.cache.spill import Spill
 from kvad.config import mixers
+from kvad.engine.costs import Costs
 from kvad.engine.limits import Limits
+from kvad.engine.parked import parking_of
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
 from kvad.engine.row import Encoding
 from kvad.engine.runner import Runner
 from kvad.engine.sampler import FAULT, Chosen, Job, sample, score_tokens
 from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
+from kvad.engine.swaps import Swaps
 from kvad.errors import ConfigError, KvadError, RequestError
 from kvad.model.compress import Compressor
 from kvad.model.fingerprint import fingerprint
@@ -90,6 +93,8 @@ class Engine:
     ``compressor``: what makes the policy's summaries; ConfigError where the policy has none, or of another ratio.
     ``memory``: what makes the memory, where it is one of several ranks (``parallel/ranks.py``); ``weights``: the
     fingerprint of all ranks' weights, for :meth:`identity`, which sees this rank's part alone.
+    ``park_dir``: where rows that give way are written when ``cache.park_ram`` is full; ``costs``: what decides whether
+    they are.
     """
 
     def __init__(
@@ -106,6 +111,8 @@ class Engine:
         stop_tokens: frozenset[int] = frozenset(),
         memory: Callable[..., Memory] = Memory,
         weights: str | None = None,
+        park_dir: str | Path | None = None,
+        costs: Costs | None = None,
         disk: Disk = DISK,
     ) -> None:
         cache = settle(model.config, cache)
@@ -136,7 +143,12 @@ class Engine:
         self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows, watermark=cache.watermark)
         self.limits = Limits.of(model.config.limit, cache)
         chunk = min(cache.chunk, cache.capacity)  # what a window's pool is sized for
-        self.scheduler = Scheduler(self.ledger, rows=cache.rows, budget=budget, chunk=chunk, limit=self.limits)
+        folder = None if park_dir is None else Path(park_dir)
+        self.swaps = Swaps(self.ledger, costs, parking_of(self.memory, self.ledger, cache.park_ram, folder, disk))
+        self.memory.copier.told = self.swaps.told
+        self.scheduler = Scheduler(
+            self.ledger, rows=cache.rows, budget=budget, chunk=chunk, limit=self.limits, swaps=self.swaps
+        )
         self.runner = Runner(model, self.memory)
         self.times = StepTimes()
         self._next, self._ends = 0, stop_tokens
@@ -201,6 +213,7 @@ class Engine:
                 results = _results(plan, logits)
                 for number, why in self.memory.lost([lane.rows for lane in plan.lanes]).items():
                     results[number] = Result(fault=why, again=True)
+                self._weigh(plan, time.perf_counter() - inside)
         except BaseException as error:  # Ctrl-C too: the rows of this step end, the engine goes on
             fault = Result(fault=f"the step failed: {type(error).__name__}: {error}")
             rows = len(plan.work) if plan.encoding is None else len(plan.encoding.rows)
@@ -230,8 +243,15 @@ class Engine:
         return self.scheduler.idle
 
     def close(self) -> None:
-        """Free the pool.  The engine serves nothing afterwards."""
+        """Free the pool, and what was parked.  The engine serves nothing afterwards."""
+        self.swaps.close()
         self.memory.release()
+
+    def _weigh(self, plan: Plan, seconds: float) -> None:
+        """What a step has cost per token, where most of its tokens were read and not said."""
+        tokens = sum(work.count for work in plan.work)
+        if tokens > 2 * len(plan.work):
+            self.swaps.costs.computed(tokens, seconds)
 
     def _encode(self, encoding: Encoding) -> list[Result]:
         """Run the encoder; its answers where they are wanted."""

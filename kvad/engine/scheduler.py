@@ -14,9 +14,9 @@ A beam search's beams are rows that go on together: each waits until all have th
 (blocks shared, copied when written) and some given up.  They are preempted together.
 
 When a pool is full the youngest running row is preempted: it gives its blocks back (published ones may survive until
-it returns), waits at its old place in the queue and computes its tokens again (or, where a policy would not choose the
-same again, is parked).  A row that says "stop" ends instead, when it is the one that cannot grow; one that says
-"refuse" never gives way: its blocks were promised when it came (``limits.py``).
+it returns), waits at its old place in the queue and computes its tokens again, or is parked and has its blocks back as
+they were (``swaps.py``); others run until what was parked is at hand.  A row that says "stop" ends instead, when it is
+the one that cannot grow; one that says "refuse" never gives way: its blocks were promised when it came (``limits.py``).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvad.cache.full import LimitName
-from kvad.cache.ledger import Ledger, Placed
+from kvad.cache.ledger import Ledger, LedgerStats, Placed
 from kvad.engine.beams import BeamGroup
 from kvad.engine.lanes import Item, Lanes, fold_lanes
 from kvad.engine.limits import Limits, Promises
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
 from kvad.engine.row import DONE, IDLE, RUNNING, WAITING, Encoding, Plan, Request, Row, Usage, Work
+from kvad.engine.swaps import Swaps
 from kvad.errors import ConfigError, RequestError
 from kvad.step import Lane, Moves
 
@@ -56,7 +57,7 @@ class SchedulerStats:
 
 class Scheduler:
     """Owns the ledger.  ``budget``: tokens per step; ``chunk``: of one row; ``limit``: tokens of the longest row, or
-    all that there is to say of where rows end."""
+    all that there is to say of where rows end; ``swaps``: how they give way (None: as without a parking)."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Scheduler:
         chunk: int,
         limit: int | Limits,
         clock: Callable[[], float] = time.monotonic,
+        swaps: Swaps | None = None,
     ) -> None:
         limits = limit if isinstance(limit, Limits) else Limits(limit)
         if rows < 1 or chunk < 1 or limits.row < 1:
@@ -74,6 +76,7 @@ class Scheduler:
         if budget < rows:
             raise ConfigError(f"budget: {budget} tokens per step do not give each of {rows} rows one")
         self.ledger = ledger
+        self.swaps = Swaps(ledger) if swaps is None else swaps
         self._budget = budget
         self._chunk = chunk
         self.limits = limits
@@ -211,6 +214,7 @@ class Scheduler:
         """The next step, placed; None when there is nothing to run.  :meth:`settle` it before the next."""
         assert self._flying is None, "a plan is in flight: settle it first"
         admitting = True
+        self._see_parked()
         while True:
             if admitting and self._waiting:
                 self._admit_sources()
@@ -228,6 +232,19 @@ class Scheduler:
                 admitting = not items or not self._running
             elif not self._waiting:
                 return None
+            elif self.swaps.pending:  # nothing else to do
+                self.swaps.wait()
+                self._see_parked()
+
+    def _see_parked(self) -> None:
+        """What the parking has done meanwhile; and the next row that could be seated is fetched."""
+        if self.swaps.poll():
+            self._blocked = -1
+            for row, error in self.swaps.lost(self._waiting):
+                self._end(row, "error", error, tell=True)
+        if self.swaps.holding and self._waiting:
+            row = next((row for row in self._waiting if self._ready(row)), self._waiting[0])
+            self.swaps.fetch(row)
 
     def _continue(self) -> tuple[list[Item], int]:
         """The running rows' next tokens: decoding rows first, then prompts, oldest first; and the budget left."""
@@ -336,7 +353,9 @@ class Scheduler:
     def _enter(self, row: Row, alone: bool, fresh: Sequence[Item] = ()) -> bool:
         """Give a row a seat and what the cache knows of it; False, and no change, if its tokens have no room now."""
         idle = self._idle_beams(row)
-        if len(self._seats) <= len(idle):
+        if len(self._seats) <= len(idle) or not self.swaps.ready(row):
+            return False
+        if not alone and not self.swaps.safe(row, [*self._running, *(each for _, each, _ in fresh)]):
             return False
         seat = row.seat = self._seats[0]
         length = self._woken(row, seat) if row.parked is not None else self._share(row, seat)
@@ -446,9 +465,10 @@ class Scheduler:
         else:
             self._end(row, "length", limit="pool", tell=True)
 
-    def _log(self, what: str, row: Row) -> None:
+    def _log(self, what: str, row: Row, stats: LedgerStats | None = None) -> None:
+        """``stats``: of the pools as they were when they had run out."""
         if LOG.isEnabledFor(logging.INFO):
-            stats = self.ledger.stats()
+            stats = self.ledger.stats() if stats is None else stats
             LOG.info(
                 "the pool has run out: %s (request %d, sample %d); blocks used %s, peak %s, watermark %s, of %s",
                 what, row.request, row.sample, stats.used, stats.peak, stats.watermark, stats.total,
@@ -458,8 +478,8 @@ class Scheduler:
         rows = [row] if row.group.beams is None else [beam for beam in row.group.rows if beam.state == RUNNING]
         for each in rows:
             self._running.remove(each)
-            if self.ledger.lossy and each.computed:
-                each.parked = self.ledger.park(each.seat)
+            full = self.ledger.stats() if LOG.isEnabledFor(logging.INFO) else None
+            self._log(f"a row is preempted, {self.swaps.leave(each)}", each, full)
             self._leave(each, released=each.parked is not None)
             each.state, each.pending = WAITING, None
             insort(self._waiting, each, key=_order)
@@ -478,7 +498,8 @@ class Scheduler:
         work = []
         now: float | None = None
         for _, row, new in items:
-            row.parked = None
+            if row.parked is not None:
+                self.swaps.woken(row)
             if row.state == WAITING:
                 now = self._clock() if now is None else now
                 self._seat_down(row, now)
@@ -685,9 +706,7 @@ class Scheduler:
         elif row in self._waiting:
             self._waiting.remove(row)
             self._blocked = -1
-        if row.parked is not None:
-            self.ledger.forget(row.parked)
-            row.parked = None
+        self.swaps.forget(row)
         row.state = DONE
         request = row.group
         if all(sibling.state == DONE for sibling in request.rows):

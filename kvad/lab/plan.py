@@ -244,7 +244,8 @@ def _fit_json(report: Report, fit: int) -> Mapping[str, object]:
 def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
     """What was planned, its bytes, and each group's; the policy is the one that ``on_full`` takes, where it takes one.
 
-    ``parked_row``: what a row takes in host memory while it has given way to others, 0 where it is computed anew.
+    ``parked_row``: what a row takes in host memory while it has given way to others, 0 where it is computed anew;
+    ``parking``: the bound of what all of them take there, part of the total where one was asked for.
     ``spilled``: what tokens below the pool take in host memory, all of which is in the total, and at most on disk.
     """
     settled = settle(plan.config, plan.cache)
@@ -261,6 +262,7 @@ def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
         "bytes": {name: getattr(plan, name) for name in BYTES},
         "parked_row": plan.parked_row,
         "spilled": {name: getattr(plan.spilling, name) for name in ("ram", "staging", "sums", "disk")},
+        "parking": plan.cache.park_ram,
         "groups": [_group_json(plan, group) for group in plan.groups],
     }
 

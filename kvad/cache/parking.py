@@ -1,0 +1,308 @@
+"""Where the rows are that gave way: on their way out, in host memory up to a bound, on disk beyond it, or lost.
+
+    coming     its copy is made with the next step's moves
+    here       in host memory
+    leaving    here, and being written
+    away       on disk
+    returning  being read
+    lost       its copy was not made, or its file is not what was written: ``fault`` says which
+
+Promises: what is in memory is dropped only when its file is whole; a row that is here or leaving can be woken at once;
+one that is away or returning is never waited for but by :meth:`Parking.wait`; what was dropped or taken is touched by
+nothing that comes late.  Rows that can be computed again (not ``needed``) pass the bound one at a time, on their way to
+the disk; those that cannot are kept in memory beyond it where the disk refuses them.
+
+Owned by the engine's thread.  Integers and opaque copies; no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from kvad.cache.entry import Section
+from kvad.cache.parkfiles import Done, ParkFiles
+
+__all__ = ["Parking", "ParkingStats", "Room", "State"]
+
+Room = Literal["ram", "disk"]
+State = Literal["coming", "here", "leaving", "away", "returning", "lost"]
+Order = tuple[int, int]
+RETRY = 30.0  # seconds that nothing is written after the disk has refused
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ParkingStats:
+    """Bytes in host memory and on disk now, and the most in memory at once; rows and bytes written and read so far;
+    writes and reads that failed, and what the last one said."""
+
+    ram: int = 0
+    disk: int = 0
+    ram_peak: int = 0
+    written: int = 0
+    written_bytes: int = 0
+    read: int = 0
+    read_bytes: int = 0
+    failed: int = 0
+    fault: str = ""
+
+
+class _Row:
+    __slots__ = ("fault", "nbytes", "needed", "order", "state", "whole")
+
+    def __init__(self, nbytes: int, order: Order, needed: bool) -> None:
+        self.nbytes, self.order, self.needed = nbytes, order, needed
+        self.state: State = "coming"
+        self.whole = False  # its file is
+        self.fault = ""
+
+
+class Parking:
+    """``store``: host copies by key, as the device fills and empties it; ``ram``: bytes of them, None: no bound.
+
+    ``pack`` tells a copy as sections (in the worker's thread), ``unpack`` makes one of them; ``told`` hears bytes and
+    seconds of each write and read.
+    """
+
+    def __init__(
+        self,
+        store: MutableMapping[int, Any],
+        *,
+        ram: int | None = None,
+        files: ParkFiles | None = None,
+        pack: Callable[[int, Any], Sequence[Section]] | None = None,
+        unpack: Callable[[Sequence[Section]], Any] | None = None,
+        told: Callable[[Literal["write", "read"], int, float], None] = lambda *_: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        assert files is None or (pack is not None and unpack is not None), "a disk takes sections"
+        self.store, self.ram, self.files = store, ram, files
+        self._pack, self._unpack, self.told, self._clock = pack, unpack, told, clock
+        self._rows: dict[int, _Row] = {}
+        self._wanted = -1  # whom :meth:`fetch` has asked for last
+        self._waking: Collection[int] = ()
+        self._refused = float("-inf")  # when the disk did
+        self._stats = ParkingStats()
+        self._changed = False  # since the last poll
+
+    def __len__(self) -> int:
+        """Rows that are parked."""
+        return len(self._rows)
+
+    # ------------------------------------------------------------ room
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there may be no room."""
+        return self.ram is not None
+
+    def room(self, nbytes: int, *, needed: bool = False) -> Room | None:
+        """Where a row of ``nbytes`` would go now; None: there is no room."""
+        if self.ram is None or self._here() + nbytes <= self.ram:
+            return "ram"
+        if not self._writes() or (not needed and self._on_its_way()):
+            return None
+        assert self.files is not None
+        waiting = max(0, self._here() - self.ram) + self._leaving()
+        return "disk" if self.files.has_room(waiting + nbytes) else None
+
+    def holds(self, nbytes: int) -> bool:
+        """Would rows of so many bytes in all have room beside those that are parked?"""
+        if self.ram is None:
+            return True
+        left = max(0, self.ram - self._here())
+        if nbytes <= left:
+            return True
+        return self.files is not None and self._writes() and self.files.has_room(nbytes - left + self._leaving())
+
+    def _here(self) -> int:
+        """Bytes that stay in memory, or will."""
+        return sum(
+            row.nbytes
+            for key, row in self._rows.items()
+            if row.state == "coming" or (row.state == "here" and not (row.whole and key == self._wanted))
+        )
+
+    def _leaving(self) -> int:
+        return sum(row.nbytes for row in self._rows.values() if row.state == "leaving")
+
+    def _on_its_way(self) -> bool:
+        return self._here() > (self.ram or 0) or self._leaving() > 0
+
+    def _writes(self) -> bool:
+        return self.files is not None and self._clock() >= self._refused + RETRY
+
+    # ------------------------------------------------------------ rows
+
+    def keep(self, key: int, nbytes: int, order: Order, *, needed: bool) -> None:
+        """A row gives way: its copy is made with the next moves.  ``order``: the greatest is wanted last.  One that
+        was taken back before it woke is here already."""
+        if key not in self._rows:
+            self._rows[key] = _Row(nbytes, order, needed)
+
+    def state(self, key: int) -> State:
+        return self._rows[key].state
+
+    def fault(self, key: int) -> str:
+        """Why a row is lost."""
+        return self._rows[key].fault
+
+    def nbytes(self, key: int) -> int:
+        return self._rows[key].nbytes
+
+    def fetch(self, key: int) -> None:
+        """Have a row in memory soon: it is the next one that is wanted."""
+        self._wanted = key
+        row = self._rows[key]
+        if row.state == "away":
+            assert self.files is not None
+            row.state = "returning"
+            self.files.read(key)
+
+    def take(self, key: int) -> None:
+        """The moves that wake a row are told: it is the device's again."""
+        self._leave(key)
+
+    def drop(self, key: int) -> None:
+        """Nobody wants the row any more."""
+        row = self._leave(key)
+        if row is not None and row.state != "coming":  # else its copy is yet to be made: the moves drop it
+            self.store.pop(key, None)
+
+    def _leave(self, key: int) -> _Row | None:
+        row = self._rows.pop(key, None)
+        self._changed = True  # there is more room
+        if row is not None and self.files is not None:
+            self.files.remove(key)
+        return row
+
+    # ------------------------------------------------------------ time passes
+
+    def poll(self, untold: Collection[int] = (), waking: Collection[int] = ()) -> bool:
+        """See what has been done, and have written what is beyond the bound.  ``untold``: keys of rows that have yet to
+        be copied out; ``waking``: in, so that they stay.  True: something has changed for those who wait."""
+        self._waking = waking
+        if self.files is not None and self.files.pending:
+            for done in self.files.done():
+                self._settle(done)
+        for key, row in self._rows.items():
+            if row.state == "coming" and key not in untold:
+                row.state = "here" if key in self.store else self._lost(row, "its copy was not made: the step failed")
+                self._changed = True
+        if self._rows:
+            self._balance()
+        changed, self._changed = self._changed, False
+        return changed
+
+    @property
+    def pending(self) -> bool:
+        """Whether a read or a write is under way."""
+        return self.files is not None and self.files.pending > 0
+
+    def wait(self, waking: Collection[int] = ()) -> None:
+        """Until one that is under way is done."""
+        assert self.files is not None
+        self._waking = waking
+        for done in self.files.wait():
+            self._settle(done)
+
+    def _settle(self, done: Done) -> None:
+        row = self._rows.get(done.key)
+        if row is None:
+            return  # given up meanwhile
+        self._changed = True
+        if done.fault is not None:
+            self._failed(done, row)
+        elif done.what == "write":
+            row.whole, row.state = True, "here"
+            self._let_go(done.key, row)
+            written, nbytes = self._stats.written + 1, self._stats.written_bytes + done.nbytes
+            self._stats = replace(self._stats, written=written, written_bytes=nbytes)
+            self.told("write", done.nbytes, done.seconds)
+        else:
+            assert self._unpack is not None
+            self.store[done.key] = self._unpack(done.sections)
+            row.state = "here"
+            read, nbytes = self._stats.read + 1, self._stats.read_bytes + done.nbytes
+            self._stats = replace(self._stats, read=read, read_bytes=nbytes)
+            self.told("read", done.nbytes, done.seconds)
+
+    def _failed(self, done: Done, row: _Row) -> None:
+        assert done.fault is not None and self.files is not None
+        self._stats = replace(self._stats, failed=self._stats.failed + 1, fault=done.fault)
+        LOG.warning("a parked row: %s", done.fault)
+        if done.what == "read":
+            row.state = self._lost(row, done.fault)
+            return
+        self._refused = self._clock()
+        self.files.remove(done.key)
+        row.state = "here"
+        if not row.needed and done.key not in self._waking:
+            del self.store[done.key]
+            row.state = self._lost(row, done.fault)
+
+    def _lost(self, row: _Row, fault: str) -> State:
+        row.fault = fault
+        return "lost"
+
+    def _balance(self) -> None:
+        """What is beyond the bound leaves, whoever is wanted last first."""
+        here = self._here()
+        self._peak()
+        if self.ram is None or here <= self.ram or self.files is None:
+            return
+        assert self._pack is not None
+        staying = [
+            (row.order, key) for key, row in self._rows.items() if row.state == "here" and key not in self._waking
+        ]
+        for _, key in sorted(staying, reverse=True):
+            row, made = self._rows[key], partial(self._pack, key, self.store[key])
+            if here <= self.ram:
+                return
+            if row.whole:
+                here -= row.nbytes if self._let_go(key, row) else 0
+            elif self._writes():
+                row.state = "leaving"
+                self.files.write(key, made)
+                here -= row.nbytes
+
+    def _let_go(self, key: int, row: _Row) -> bool:
+        """Drop the copy of a row that is here and on disk, unless it is about to be read."""
+        if key == self._wanted or key in self._waking:
+            return False
+        row.state = "away"
+        del self.store[key]
+        return True
+
+    # ------------------------------------------------------------ told
+
+    def stats(self) -> ParkingStats:
+        ram = self._in_memory()
+        disk = sum(row.nbytes for row in self._rows.values() if row.whole)
+        return replace(self._stats, ram=ram, disk=disk)
+
+    def _in_memory(self) -> int:
+        states = ("here", "leaving", "returning")
+        return sum(row.nbytes for row in self._rows.values() if row.state in states)
+
+    def _peak(self) -> None:
+        self._stats = replace(self._stats, ram_peak=max(self._stats.ram_peak, self._in_memory()))
+
+    def close(self) -> None:
+        """Stop the worker and forget every row."""
+        if self.files is not None:
+            self.files.close()
+        self._rows.clear()
+
+    def check(self) -> None:
+        """Assert that the store has what the states say."""
+        for key, row in self._rows.items():
+            if row.state in ("here", "leaving"):
+                assert key in self.store, f"parked row {key} is {row.state}, and its copy is not there"
+            elif row.state in ("away", "returning"):
+                assert key not in self.store and row.whole, f"parked row {key} is {row.state}"

@@ -1,0 +1,47 @@
+"""How rows gave way during a run, in words: computed again, swapped to memory or to disk, and what that costs here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvad.cli.common import format_bytes
+from kvad.errors import counted
+
+if TYPE_CHECKING:
+    from kvad.engine.swaps import SwapStats
+
+__all__ = ["gave_way", "gave_way_lines"]
+
+
+def gave_way(before: SwapStats, now: SwapStats) -> SwapStats:
+    """What has happened between two moments; what is parked, and what copying costs, as they are now."""
+    counts = ("recomputed", "recomputed_tokens", "to_ram", "to_disk", "swapped_bytes", "lost")
+    parked = ("written", "written_bytes", "read", "read_bytes", "failed")
+    return replace(
+        now,
+        **{name: getattr(now, name) - getattr(before, name) for name in counts},
+        seconds={way: seconds - before.seconds.get(way, 0.0) for way, seconds in now.seconds.items()},
+        parking=replace(
+            now.parking, **{name: getattr(now.parking, name) - getattr(before.parking, name) for name in parked}
+        ),
+    )
+
+
+def gave_way_lines(stats: SwapStats) -> list[str]:
+    """None where no row gave way."""
+    if not (stats.recomputed or stats.to_ram or stats.to_disk):
+        return []
+    seconds = ", ".join(f"{way} {1e3 * spent:.1f} ms" for way, spent in stats.seconds.items())
+    swapped = f"{format_bytes(stats.swapped_bytes)} swapped" + (f" ({seconds})" if seconds else "")
+    costs = stats.costs
+    again = f"{stats.recomputed} computed again ({counted(stats.recomputed_tokens, 'token')})"
+    ways = ", ".join(f"{costs[f'{way}_ns'] * 1.048576:.2f} ms {way}" for way in ("out", "in", "write", "read"))
+    lines = [
+        f"{again}, {stats.to_ram} swapped to memory, {stats.to_disk} to disk; {swapped}",
+        f"a token costs {costs['token_us']:.1f} us; a MiB {ways}",
+    ]
+    if stats.lost or stats.parking.failed:
+        lost = counted(stats.lost, "copy", "copies")
+        lines.append(f"{counted(stats.parking.failed, 'failure')} of the disk, {lost} lost: {stats.parking.fault}")
+    return lines

@@ -1,0 +1,32 @@
+"""The parking of one engine: the device's host copies, a bound, and a folder for what is beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from kvad.cache.disk import Disk
+from kvad.cache.entry import Section
+from kvad.cache.ledger import Ledger
+from kvad.cache.memory import Memory
+from kvad.cache.parkfiles import ParkFiles
+from kvad.cache.parking import Parking
+from kvad.cache.swap import pack, unpack
+
+__all__ = ["parking_of"]
+
+
+def parking_of(memory: Memory, ledger: Ledger, ram: int | None, folder: Path | None, disk: Disk) -> Parking:
+    """``ram`` None: all in host memory where rows must be parked, all on disk where there is a ``folder``, else none.
+    ConfigError for a folder that cannot be written to."""
+    if ram is None and (folder is not None or not ledger.lossy):
+        ram = 0
+
+    def packed(key: int, copies: Sequence[Tensor]) -> list[Section]:
+        memory.copier.arrived(key)
+        return pack(copies)
+
+    files = None if folder is None else ParkFiles(folder, disk=disk)
+    return Parking(memory.parked, ram=ram, files=files, pack=packed, unpack=unpack)

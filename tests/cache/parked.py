@@ -1,0 +1,91 @@
+"""Parked rows without a device: copies are bytes, and a worker that works when a test says so."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvad.cache.disk import DISK, Disk
+from kvad.cache.entry import Section
+from kvad.cache.parkfiles import Done, ParkFiles
+
+
+def as_section(copy: bytes) -> list[Section]:
+    return [Section("0", "uint8", (len(copy),), copy)]
+
+
+def as_bytes(sections: Sequence[Section]) -> bytes:
+    (section,) = sections
+    return bytes(section.data)
+
+
+class LateFiles(ParkFiles):
+    """No thread: as many jobs are done when somebody looks as ``jobs`` says, and all that are needed to wait."""
+
+    def __init__(self, folder: Path, jobs: Callable[[], int], disk: Disk = DISK) -> None:
+        super().__init__(folder, disk=disk)
+        self.jobs, self.worker = jobs, self._worker()
+
+    def _ask(self, job: Any) -> None:
+        self.pending += 1
+        self._jobs.put(job)
+
+    def work(self, count: int) -> None:
+        for _ in range(min(count, self._jobs.qsize())):
+            self.worker.step()
+
+    def done(self) -> list[Done]:
+        self.work(self.jobs())
+        return super().done()
+
+    def wait(self) -> list[Done]:
+        while self._done.empty():
+            self.work(1)
+        return super().wait()
+
+    def close(self) -> None:
+        super().close()
+        self.work(1 << 30)
+
+
+class UnluckyDisk(Disk):
+    """Reads and writes that fail now and then, and files that are changed behind our back."""
+
+    def __init__(self, rng: random.Random, fail: float = 0.0, spoil: float = 0.0) -> None:
+        self.rng, self.fail, self.spoil = rng, fail, spoil
+        self.failed = self.spoiled = 0
+
+    @property
+    def bad(self) -> bool:
+        return self.failed + self.spoiled > 0
+
+    def _maybe(self) -> None:
+        if self.rng.random() < self.fail:
+            self.failed += 1
+            raise OSError(5, "Input/output error")
+
+    def create(self, path: Path) -> int:
+        self._maybe()
+        return super().create(path)
+
+    def open(self, path: Path) -> int:
+        self._maybe()
+        return super().open(path)
+
+    def replace(self, source: Path, target: Path) -> None:
+        self._maybe()
+        super().replace(source, target)
+        if self.rng.random() < self.spoil:
+            self.spoiled += 1
+            spoil(target, self.rng)
+
+
+def spoil(path: Path, rng: random.Random) -> None:
+    raw = bytearray(path.read_bytes())
+    if rng.random() < 0.5:
+        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+    else:
+        del raw[rng.randrange(len(raw)) :]
+    path.write_bytes(raw)

@@ -1,0 +1,370 @@
+"""Rows that give way in a real engine: swapped to memory or disk and back, to the last bit of float64.
+
+What a row says never depends on how it gave way; a disk that fails or lies costs an exact row time and a lossy one its
+end, with an error that says why, and its neighbours nothing.  Freed blocks are filled with NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvad.aside import leftovers
+from kvad.cache.disk import DISK, Disk
+from kvad.cache.memory import Memory
+from kvad.cache.sizing import CacheConfig
+from kvad.cache.swap import Copier, pack, unpack
+from kvad.engine.costs import Costs
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
+from kvad.errors import ConfigError
+from kvad.model.transformer import Transformer
+from tests.cache.disks import FailingDisk
+from tests.cache.parked import spoil
+from tests.drive import Run, Stream, drive, fill_unowned
+from tests.models import build, model_config, pair_config
+from tests.test_policies import apart, text
+
+EXACT = 1e-10
+STREAMS = [Stream(text(30), [text(20, 1)]), Stream(text(3, 2), [text(40, 3)]), Stream(text(40, 4), [text(20, 5)])]
+LOSSY = ("0: full; heavy-hitters(10, every=4)", "0: full; hierarchy(8, packed=8, every=4, summaries=4, ratio=2)")
+KINDS = {
+    "full": {},
+    "windows": {"heads": "window-mix"},
+    "quest": {"policy": "quest(16)"},
+    "sinks": {"policy": "0: full; sinks(3, 9)"},
+    "contiguous": {"layout": "contiguous", "rows": 2, "blocks": None},
+    "int8": {"dtype": "int8"},
+    "heavy-hitters": {"policy": LOSSY[0]},
+    "hierarchy": {"policy": LOSSY[1]},
+    "channels": {"keys": "int8-channel", "residual": 8, "blocks": 24},
+}
+
+
+class Forced(Costs):
+    def __init__(self, swap: bool) -> None:
+        super().__init__()
+        self.swaps = swap
+
+    def swap_is_cheaper(self, nbytes: int, tokens: int, *, disk: bool = False, back: bool = False) -> bool:
+        return self.swaps
+
+
+def cache_of(**change: object) -> CacheConfig:
+    given = {"dtype": "float64", "block_size": 4, "rows": 3, "capacity": 96, "blocks": 23, "chunk": 16} | change
+    return CacheConfig(**given)  # type: ignore[arg-type]
+
+
+def setting(kind: str, **change: object) -> tuple[Transformer, CacheConfig]:
+    fields = dict(KINDS[kind])
+    model = build(model_config("rope", "pre", str(fields.pop("heads", "gqa"))))
+    return model, cache_of(**fields, **change)
+
+
+def run_of(kind: str, way: str, folder: Path, *, squeeze: bool = False) -> tuple[Run, float]:
+    """A run in company, and max |dlogit| between each stream of it and the same stream alone."""
+    ram = {"computed": None, "memory": 1 << 30, "disk": 0}[way]
+    model, cache = setting(kind, park_ram=ram)
+    options = {"park_dir": folder} if way == "disk" else {}
+    run = drive(model, cache, STREAMS, costs=Forced(way != "computed"), **options)
+    largest = 0.0
+    for number, stream in enumerate(STREAMS):
+        alone = drive(model, setting(kind, rows=1)[1], [stream])
+        largest = max(largest, apart(alone, run, number, 0))
+    return run, largest
+
+
+@pytest.mark.parametrize("way", ["computed", "memory", "disk"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "contiguous"])
+def test_a_row_that_gives_way_says_what_it_says_alone(kind: str, way: str, tmp_path: Path) -> None:
+    run, largest = run_of(kind, way, tmp_path)
+    told = run.swaps
+    assert run.preemptions > 0 and largest <= EXACT
+    if way == "computed" and kind not in ("heavy-hitters", "hierarchy", "channels"):
+        assert told.recomputed == run.preemptions and not told.to_ram
+    else:
+        assert told.to_disk == (run.preemptions if way == "disk" else 0) and told.recomputed == 0
+        assert told.to_ram + told.to_disk == run.preemptions
+    assert (told.parking.read > 0) == (way == "disk") and told.lost == 0
+    assert not leftovers(tmp_path)
+
+
+def tokens_of(
+    engine: Engine, prompts: list[list[int]], new: int = 20, preempt: tuple[int, ...] = (), **asked: object
+) -> dict[int, tuple[list[int], str | None]]:
+    """Greedy tokens of each prompt, or the error that ended it.  ``preempt``: steps after which the latest gives way."""
+    numbers = [engine.submit(prompt, Sampling(max_tokens=new, temperature=0, **asked)) for prompt in prompts]  # type: ignore[arg-type]
+    said: dict[int, tuple[list[int], str | None]] = {number: ([], None) for number in numbers}
+    step = 0
+    while not engine.idle:
+        for piece in engine.step():
+            if piece.token is not None:
+                said[piece.request][0].append(piece.token)
+            if piece.error is not None:
+                said[piece.request] = said[piece.request][0], piece.error
+        engine.scheduler.check()
+        fill_unowned(engine, math.nan)
+        step += 1
+        if step in preempt and engine.scheduler._running:
+            engine.scheduler._preempt(engine.scheduler._running[-1])
+    assert engine.swaps.parking is not None and not len(engine.swaps.parking)
+    return {at: said[number] for at, number in enumerate(numbers)}
+
+
+PROMPTS = [text(30), text(9, 2), text(40, 4)]
+OFTEN = tuple(range(3, 60, 3))
+
+
+class Slow(Disk):
+    """So that others run while a row is away, and rows are written before they are wanted again."""
+
+    def read(self, file: int, into: bytes | bytearray | memoryview, offset: int) -> int:
+        time.sleep(0.0005)
+        return super().read(file, into, offset)
+
+
+@pytest.mark.parametrize("kind", ["full", "contiguous", "heavy-hitters", "hierarchy"])
+def test_rows_that_give_way_again_and_again(kind: str, tmp_path: Path) -> None:
+    model, cache = setting(kind, park_ram=0)
+    engine = Engine(model, cache, park_dir=tmp_path, costs=Forced(True), disk=Slow())
+    said = tokens_of(engine, PROMPTS, preempt=OFTEN)
+    assert engine.swaps.stats().to_disk > 5
+    engine.close()
+    for number, prompt in enumerate(PROMPTS):
+        assert tokens_of(Engine(model, setting(kind)[1]), [prompt])[0] == said[number]
+
+
+def test_an_encoder_decoder_reads_its_source_again(tmp_path: Path) -> None:
+    model = build(pair_config("rope", "pre", "gqa"))
+    streams = [
+        Stream(text(3, seed), [text(30, seed + 10)], source=[token % 41 for token in text(9 + seed, seed)])
+        for seed in range(3)
+    ]
+    cache = {"source_capacity": 32, "blocks": 15, "prefix": False}
+    run = drive(model, cache_of(park_ram=0, **cache), streams, costs=Forced(True), park_dir=tmp_path)
+    assert run.preemptions > 0 and run.swaps.to_disk == run.preemptions
+    for number, stream in enumerate(streams):
+        alone = drive(model, cache_of(source_capacity=32), [stream])
+        assert apart(alone, run, number, 0) <= EXACT
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_row_takes_the_bytes_that_are_counted(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the parking counts without a tensor is what the tensors hold."""
+    model, cache = setting(kind, park_ram=1 << 30)
+    engine = Engine(model, cache, costs=Forced(True))
+    seen = []
+    out = Copier.out
+
+    def copied(self: Copier, key: int, held: object) -> list[torch.Tensor]:
+        copies = out(self, key, held)  # type: ignore[arg-type]
+        assert engine.swaps.parking is not None
+        seen.append((sum(each.nbytes for each in copies), engine.swaps.parking.nbytes(key)))
+        return copies
+
+    monkeypatch.setattr(Copier, "out", copied)
+    tokens_of(engine, PROMPTS, preempt=OFTEN)
+    assert seen and all(taken == counted > 0 for taken, counted in seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_copies_as_sections(dtype: torch.dtype) -> None:
+    copies = [torch.randint(0, 100, shape).to(dtype) for shape in ((3, 2, 4), (0, 5), (1,))]
+    back = unpack(list(reversed(pack(copies))))
+    for one, other in zip(copies, back, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+
+
+# ---------------------------------------------------------------- faults
+
+
+def lossy_or_not(kind: str, folder: Path, disk: Disk) -> tuple[dict[int, tuple[list[int], str | None]], Engine]:
+    model, cache = setting(kind, park_ram=0)
+    engine = Engine(model, cache, park_dir=folder, costs=Forced(True), disk=disk)
+    said = tokens_of(engine, PROMPTS, preempt=OFTEN[::3])
+    engine.close()
+    return said, engine
+
+
+def judged(kind: str, folder: Path, disk: Disk, right: dict[int, tuple[list[int], str | None]]) -> int:
+    """Rows that ended with an error, after a look at all of them."""
+    said, engine = lossy_or_not(kind, folder, disk)
+    ended = 0
+    for number, (tokens, error) in said.items():
+        if error is None:
+            assert tokens == right[number][0]
+        else:
+            assert kind != "full", error
+            assert "is lost" in error and "cannot be computed again" in error and str(folder) in error
+            assert tokens == right[number][0][: len(tokens)]
+            ended += 1
+    stats = engine.swaps.stats()
+    assert ended <= stats.lost and (kind == "full" or ended == stats.lost)
+    return ended
+
+
+@pytest.mark.parametrize("kind", ["full", "hierarchy"])
+@pytest.mark.parametrize("which", ["read", "write", "open", "create", "replace", "free"])
+def test_whichever_operation_fails(kind: str, which: str, tmp_path: Path) -> None:
+    """Each of the first ones, a middle one and the last."""
+    model, cache = setting(kind)
+    right = tokens_of(Engine(model, cache), PROMPTS)
+    counting = FailingDisk(which=(which,))
+    lossy_or_not(kind, tmp_path, counting)
+    ended = 0
+    for k in sorted({0, 1, 2, counting.count // 2, max(0, counting.count - 1)}):
+        ended += judged(kind, tmp_path, FailingDisk(k, which=(which,)), right)
+        left = [each.path for each in leftovers(tmp_path)]
+        assert not left
+    assert not ended or (kind == "hierarchy" and which in ("read", "open"))
+
+
+@pytest.mark.parametrize("kind", ["full", "hierarchy"])
+def test_a_disk_that_is_gone_from_some_moment_on(kind: str, tmp_path: Path) -> None:
+    """Rows that cannot be computed again stay in memory, beyond the bound."""
+    model, cache = setting(kind)
+    right = tokens_of(Engine(model, cache), PROMPTS)
+    for k in (0, 3, 20):
+        judged(kind, tmp_path, FailingDisk(k, which=("create", "write", "replace"), on=True), right)
+
+
+class Lying(Disk):
+    """Changes each file behind our back."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.count = random.Random(seed), 0
+
+    def replace(self, source: Path, target: Path) -> None:
+        super().replace(source, target)
+        spoil(target, self.rng)
+        self.count += 1
+
+
+@pytest.mark.parametrize("kind", ["full", "hierarchy"])
+@pytest.mark.parametrize("seed", range(4))
+def test_files_that_are_flipped_or_cut(kind: str, seed: int, tmp_path: Path) -> None:
+    model, cache = setting(kind)
+    right = tokens_of(Engine(model, cache), PROMPTS)
+    disk = Lying(seed)
+    ended = judged(kind, tmp_path, disk, right)
+    assert disk.count > 0 and (ended > 0 or kind == "full")
+
+
+def test_a_copy_out_that_fails_ends_its_step_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory on the host: the row that gave way is computed again, the next request is right."""
+    model, cache = setting("full", park_ram=1 << 30)
+    engine = Engine(model, cache, costs=Forced(True))
+    right = tokens_of(Engine(model, setting("full")[1]), [PROMPTS[2]])[0]
+    out, failed = Copier.out, []
+
+    def broken(self: Copier, key: int, held: object) -> list[torch.Tensor]:
+        if not failed:
+            failed.append(key)
+            raise MemoryError("no memory")
+        return out(self, key, held)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Copier, "out", broken)
+    numbers = [engine.submit(prompt, Sampling(max_tokens=20, temperature=0)) for prompt in PROMPTS]
+    said: dict[int, list[int]] = {number: [] for number in numbers}
+    errors = {}
+    while not engine.idle:
+        try:
+            pieces = engine.step()
+        except MemoryError:
+            continue
+        for piece in pieces:
+            if piece.token is not None:
+                said[piece.request].append(piece.token)
+            if piece.error is not None:
+                errors[piece.request] = piece.error
+        fill_unowned(engine, math.nan)
+    assert failed and engine.swaps.stats().lost == 1
+    assert numbers[2] not in errors and said[numbers[2]] == right[0]
+    assert all("no memory" in error for error in errors.values()) and errors
+
+
+# ---------------------------------------------------------------- life
+
+
+@pytest.mark.parametrize("kind", ["full", "hierarchy"])
+def test_cancelled_on_its_way_out_and_in(kind: str, tmp_path: Path) -> None:
+    model, cache = setting(kind, park_ram=0, blocks=40)
+    engine = Engine(model, cache, park_dir=tmp_path, costs=Forced(True), disk=Slow())
+    right = tokens_of(Engine(model, setting(kind)[1]), [PROMPTS[0]])[0]
+    for wait in range(6):
+        keeps = engine.submit(PROMPTS[0], Sampling(max_tokens=20, temperature=0))
+        goes = engine.submit(PROMPTS[1], Sampling(max_tokens=40, temperature=0))
+        said: list[int] = []
+        for step in range(60):
+            said += [piece.token for piece in engine.step() if piece.request == keeps and piece.token is not None]
+            fill_unowned(engine, math.nan)
+            if step == 3:
+                engine.scheduler._preempt(engine.scheduler.rows(goes)[0])
+            if step == 3 + wait:
+                engine.cancel(goes)
+            if engine.idle:
+                break
+        assert engine.idle and said == right[0]
+    engine.close()
+    assert not leftovers(tmp_path)
+
+
+def test_closing_with_rows_that_are_away(tmp_path: Path) -> None:
+    model, cache = setting("hierarchy", park_ram=0)
+    engine = Engine(model, cache, park_dir=tmp_path)
+    number = engine.submit(PROMPTS[0], Sampling(max_tokens=20, temperature=0))
+    engine.submit(PROMPTS[1], Sampling(max_tokens=20, temperature=0))
+    for _ in range(4):
+        engine.step()
+    engine.scheduler._preempt(engine.scheduler.rows(number)[0])
+    for _ in range(2):
+        engine.step()
+    parking = engine.swaps.parking
+    assert parking is not None and parking.files is not None
+    thread = parking.files._thread
+    engine.close()
+    engine.close()
+    assert not leftovers(tmp_path) and (thread is None or not thread.is_alive())
+
+
+def test_what_a_prompt_costs_is_measured(tmp_path: Path) -> None:
+    model, cache = setting("full", park_ram=1 << 30)
+    engine = Engine(model, cache)
+    assert engine.swaps.costs.token == 0
+    tokens_of(engine, PROMPTS, preempt=OFTEN)
+    measured = engine.swaps.stats()
+    assert engine.swaps.costs.token > 0 and measured.costs["token_us"] > 0
+    if measured.to_ram:
+        assert measured.seconds["out"] > 0
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    model, cache = setting("full")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="park_dir"):
+        Engine(model, cache, park_dir=tmp_path / "file")
+    with pytest.raises(ConfigError, match="park_ram"):
+        cache_of(park_ram=-1)
+    assert DISK.free(tmp_path) > 0
+
+
+def test_blocks_woken_in_the_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first group's."""
+    held = Memory._park_and_wake
+
+    def wrong(self: Memory, moves: object) -> None:
+        wake = tuple((key, (blocks[0][::-1], *blocks[1:])) for key, blocks in moves.wake)  # type: ignore[attr-defined]
+        held(self, moves._replace(wake=wake))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Memory, "_park_and_wake", wrong)
+    for kind in ("full", "hierarchy"):
+        assert run_of(kind, "disk", tmp_path)[1] > 1e-3
