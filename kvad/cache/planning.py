@@ -133,8 +133,14 @@ class MemoryPlan:
         return sum(each.row_payload + each.row_scales + each.row_columns for each in own)
 
     @property
+    def tiers(self) -> int:
+        """Host memory of the tiers: what they may hold, and what may wait to be written.  Not counted: what is on its way
+        back in, which is at most what two rows hold, while they wait."""
+        return self.cache.tier_memory
+
+    @property
     def total(self) -> int:
-        return self.weights + self.pool + self.scratch + self.activations
+        return self.weights + self.pool + self.scratch + self.activations + self.tiers
 
 
 def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool = False) -> None:
@@ -246,7 +252,8 @@ def require(plan: MemoryPlan, available: int | None) -> None:
     sources = f" and sources of {plan.cache.source_capacity:,}" if plan.config.source is not None else ""
     message = (
         f"{plan.cache.rows:,} rows of {plan.cache.capacity:,} tokens{sources} need {_shown(plan.total)} (weights "
-        f"{_shown(plan.weights)}, cache {_shown(plan.pool)}, work {_shown(plan.scratch + plan.activations)}) "
+        f"{_shown(plan.weights)}, cache {_shown(plan.pool)}, work {_shown(plan.scratch + plan.activations)}"
+        f"{f', tiers {_shown(plan.tiers)}' if plan.tiers else ''}) "
         f"and {_shown(available)} is available"
     )
     raise MemoryPlanError(message, _advice(plan, available))

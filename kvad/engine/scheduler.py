@@ -41,6 +41,7 @@ from kvad.step import Lane, Moves
 __all__ = ["Plan", "Row", "Scheduler", "SchedulerStats", "Usage", "Work"]
 
 KEPT_USAGES = 4096  # of ended requests, the latest
+FETCHES = 2  # rows whose blocks are brought from the tiers at once: so many rows' bytes are in host memory
 LOG = logging.getLogger(__name__)
 
 
@@ -207,7 +208,8 @@ class Scheduler:
     # ------------------------------------------------------------ a step
 
     def plan(self) -> Plan | None:
-        """The next step, placed; None when there is nothing to run.  :meth:`settle` it before the next."""
+        """The next step, placed; None when there is nothing to run, or all that waits is on its way from the tiers.
+        :meth:`settle` it before the next."""
         assert self._flying is None, "a plan is in flight: settle it first"
         admitting = True
         while True:
@@ -225,7 +227,7 @@ class Scheduler:
                 self._give_way(items)
                 # Alone, without shared blocks, it will fit: try again at once.  So do beams that waited for others.
                 admitting = not items or not self._running
-            elif not self._waiting:
+            elif not self._waiting or any(row.fetch is not None and not row.fetch.ready() for row in self._waiting):
                 return None
 
     def _continue(self) -> tuple[list[Item], int]:
@@ -258,7 +260,7 @@ class Scheduler:
         place = 0
         while place < len(self._waiting) and self._seats and left > 0:
             row = self._waiting[place]
-            if row.group.source is not None or not self._ready(row):
+            if row.group.source is not None or not self._ready(row) or not self._fetched(row):
                 place += 1
                 continue
             if not self._enter(row, not self._running and not fresh, fresh):
@@ -281,7 +283,7 @@ class Scheduler:
         place, now = 0, self._clock()
         while place < len(self._waiting) and self._seats:
             row = self._waiting[place]
-            if row.group.source is None or not self._ready(row):
+            if row.group.source is None or not self._ready(row) or not self._fetched(row):
                 place += 1
                 continue
             if not self._enter(row, alone=not self._running):
@@ -324,6 +326,25 @@ class Scheduler:
             return True
         return first.state == RUNNING and first.computed >= row.prompt_len
 
+    def _fetched(self, row: Row) -> bool:
+        """Is all here that the tiers have of this row?  It is asked when a row might be admitted; few are brought at
+        once, and only they wait: who needs nothing from there goes past them."""
+        if self.ledger.deposits is None or row.parked is not None or not row.tokens:
+            return True
+        if row.fetch is None:
+            row.fetch = self.ledger.fetch(row.tokens, row.group.root, self._most(row))
+        if row.fetch.ready():
+            return True
+        coming = sum(other.fetch is not None and other.fetch.started for other in self._waiting)
+        if row.fetch.started or coming >= FETCHES:
+            return False
+        row.fetch.start()
+        return row.fetch.ready()
+
+    def _most(self, row: Row) -> int | None:
+        """Tokens that a hit of this row may cover, where prompt log-probabilities are wanted."""
+        return row.scored if row.wants_prompt and row.scored < row.prompt_len - 1 else None
+
     def _claims(self, fresh: Sequence[Item]) -> list[tuple[int, int]]:
         """Rows that have still to take blocks for what they were admitted with.  An admission looks past them, as long
         as no watermark has to be kept: they may preempt it."""
@@ -343,8 +364,7 @@ class Scheduler:
             row.seat = -1
             return False
         if length is None:
-            most = row.scored if row.wants_prompt and row.scored < row.prompt_len - 1 else None
-            length = self.ledger.admit(seat, row.tokens, row.group.root, most)
+            length = self.ledger.admit(seat, row.tokens, row.group.root, self._most(row), row.fetch)
             assert length is not None, f"seat {seat} is taken"
         if row.group.source is not None and not row.encoded and not self._attach(row, seat, row.group.source):
             self._leave(row, seated=False)
@@ -477,7 +497,7 @@ class Scheduler:
         work = []
         now: float | None = None
         for _, row, new in items:
-            row.parked = None
+            row.parked = row.fetch = None
             if row.state == WAITING:
                 now = self._clock() if now is None else now
                 self._seat_down(row, now)
@@ -678,6 +698,7 @@ class Scheduler:
         if row.parked is not None:
             self.ledger.forget(row.parked)
             row.parked = None
+        row.fetch = None  # what is still on its way comes into memory that nobody reads
         row.state = DONE
         request = row.group
         if all(sibling.state == DONE for sibling in request.rows):

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvad.cache.disk import Disk
 
 OPERATIONS = ("create", "open", "write", "read", "size", "sync", "close", "replace", "sync_folder", "remove", "free")
+OPERATIONS += ("folder", "scan", "touch", "lock")
 
 
 class _Watched(Disk):
