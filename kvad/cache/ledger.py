@@ -36,7 +36,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvad.cache.blocks import BlockPool, Hash, Prefix, Prefixes, digest
-from kvad.cache.deposits import Deposits, Fetch, Load, Tier
+from kvad.cache.deposits import Deposits, Fetch, Tier
 from kvad.cache.descent import Descended, Descents, blocks_of
 from kvad.cache.seats import NEVER, Hold, Parked, Seat, in_ring, place_of
 from kvad.cache.sizing import Group
@@ -469,10 +469,7 @@ class Ledger:
         moves = self._grow(slow) if slow else self._no_moves()
         if moves is None:
             return None
-        if self.lossy:
-            moves = self._with_parked(moves)
-        if self.deposits is not None and self.deposits.pending:
-            moves = moves._replace(store=self.deposits.stores(), load=self.deposits.loads())
+        moves = self._with_waiting(moves)
         slots: tuple[list[int], ...] = tuple([] for _ in self.own)
         tables: tuple[list[list[int]], ...] = tuple([] for _ in self.groups)
         pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=False)]
@@ -768,8 +765,10 @@ class Ledger:
         moves = Moves(tuple(clears), tuple(copies))
         return done.told(moves._replace(compact=tuple(compacts))) if self.lossy else moves
 
-    def _with_parked(self, moves: Moves) -> Moves:
-        """With what was parked, woken and given up since the last step that was placed."""
+    def _with_waiting(self, moves: Moves) -> Moves:
+        """With what was parked, woken, given up, stored and fetched since the last step that was placed."""
+        if self.deposits is not None and self.deposits.pending:
+            moves = moves._replace(store=self.deposits.stores(), load=self.deposits.loads())
         if self._park or self._wake or self._drop:
             moves = moves._replace(park=tuple(self._park), wake=tuple(self._wake.values()), drop=tuple(self._drop))
             self._park, self._wake, self._drop = [], {}, []

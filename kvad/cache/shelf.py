@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from kvad.aside import leftover
-from kvad.cache.disk import DISK, Buffer, Disk
+from kvad.cache.disk import DISK, Disk
 from kvad.cache.entry import Header, Section, open_entry, write_entry
 from kvad.cache.replacement import REPLACEMENTS
 from kvad.errors import ConfigError, EntryError, nearest
@@ -106,7 +106,7 @@ class Shelf:
                 self._bytes += each.size
         self._evict(0)
 
-    def keys(self) -> tuple[str, ...]:
+    def order(self) -> tuple[str, ...]:
         """Of all that is there, the next to go first."""
         with self._lock:
             return tuple(self._order.victims())

@@ -35,7 +35,7 @@ from kvad.cache.sizing import TIER_QUEUE
 from kvad.cache.worker import Worker
 from kvad.errors import EntryError
 
-__all__ = ["KIND", "Tiers", "TierStats", "space"]
+__all__ = ["KIND", "TierStats", "Tiers", "space"]
 
 KIND = "block"
 LAST_WORDS = 30.0  # seconds for what waits to be written when all ends

@@ -74,7 +74,7 @@ def _tell_others(shelf: Shelf, identity: Identity, disk: Disk) -> None:
     """Say once whose the blocks are that this engine will not find."""
     own, others = space(identity), Counter[str]()
     example: dict[str, str] = {}
-    for key in shelf.keys():
+    for key in shelf.order():
         start = key.partition("-")[0]
         others[start] += start != own
         example[start] = key
