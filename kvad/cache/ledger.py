@@ -230,6 +230,16 @@ class Ledger:
         fetch.missed = missed
         return fetch
 
+    def keys(self, tokens: Sequence[int], root: bytes) -> list[str]:
+        """Under which keys the tiers have the whole blocks of these tokens."""
+        made, size, at = list[Prefix](), self._sizes[0], self._prefixes.root(root)
+        for start in range(0, len(tokens) - size + 1, size):
+            at = None if at is None else self._prefixes.extend(at, array("q", tokens[start : start + size]).tobytes())
+            if at is None:
+                break
+            made.append(at)
+        return [prefix.digest.hex() for prefix in made]
+
     def _there(self, index: int, prefix: Prefix, fetch: Fetch | None) -> bool:
         """Is this block of group ``index`` in its pool, or fetched?"""
         return self.pools[index].find(prefix) is not None or (fetch is not None and fetch.has(prefix, index))

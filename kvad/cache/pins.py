@@ -1,6 +1,6 @@
 """Prefixes that stay: a name, the text they were made from, and the keys of their blocks, which are never evicted.
 
-    FOLDER/NAME.pin     an entry (``entry.py``) of kind "pin": facts {"keys", "tokens", "text"}, flushed when it is written
+    FOLDER/NAME.pin     an entry (``entry.py``) of kind "pin": facts {"keys", "tokens", "text"}, flushed
 
 A pin says nothing that is trusted: its blocks are checked like all others, and one that is lost is computed again.
 No torch.

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from kvad.cache.attic import Attic, AtticStats
 from kvad.cache.deposits import Name, Ticket
@@ -211,6 +212,16 @@ class Tiers:
             if not any(not ticket.done for ticket in self._tickets):
                 return
             self._changed.wait(seconds)
+
+    @property
+    def on_disk(self) -> bool:
+        """Is there a folder, and is it written to?"""
+        return self._shelf is not None and self._shelf.writable
+
+    @property
+    def folder(self) -> Path:
+        assert self._shelf is not None, "there is no folder"
+        return self._shelf.folder
 
     def keep(self, keys: Sequence[str]) -> list[str]:
         """Write what waits, flush these blocks to the disk and pin them beside what is pinned; their names on the shelf.

@@ -14,6 +14,7 @@ import click
 from kvad.cache.formats import FORMATS
 from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
 from kvad.cli.policies import policies_asked, policy_options
+from kvad.cli.tiers import tier_options, tiers_asked
 from kvad.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ COUNTS = _Counts()
 @click.option("--layout", type=click.Choice(LAYOUTS), default="paged", show_default=True)
 @click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
 @policy_options
+@tier_options
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
 @click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
 @click.option("--fit", metavar="SIZE", help="What could I run in 8GiB?  Several --context and --rows are for this.")
@@ -108,7 +110,7 @@ def plan(
         raise click.BadParameter("must be above 0", param_hint="--bandwidth")
     _check({"--weights-dtype": weights_dtype}, DTYPE_BYTES)
     _check({"--dtype": dtype, "--cache-keys": cache_keys, "--cache-values": cache_values}, FORMATS)
-    size, asked = None if fit is None else parse_bytes(fit), policies_asked(policies)
+    size, asked = None if fit is None else parse_bytes(fit), {**policies_asked(policies), **tiers_asked(policies)}
     if size is None:
         _one(context, rows)
     found = read_target(target)

@@ -70,6 +70,11 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         *pool,
         ("scratch", plan.scratch, f"at most: {gathered}{_scores(plan)}"),
         ("activations", plan.activations, f"at most: {_step(plan)}"),
+        *(
+            [("tiers", plan.tiers, "in host memory, at most: blocks given up, and those to be written")]
+            if plan.tiers
+            else []
+        ),
         ("total", plan.total, "beside the interpreter and torch"),
         *([("parked row", plan.parked_row, PARKED)] if plan.parked_row else []),
     ]

@@ -20,6 +20,7 @@ import click
 
 from kvad.cli.common import FORMAT, format_bytes
 from kvad.cli.policies import policies_asked, policy_options
+from kvad.cli.tiers import TierUse, tier_lines, tier_options, tier_use, tiers_asked
 from kvad.errors import DataError, counted
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def cache_options(command: Command) -> Command:
         click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
         deterministic_option,
         policy_options,
+        tier_options,
         click.option("--compressor", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries."),
     ]
     for option in reversed(options):
@@ -101,7 +103,7 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "compressor": options["compressor"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
-    chosen = {**formats_asked(options), **policies_asked(options)}
+    chosen = {**formats_asked(options), **policies_asked(options), **tiers_asked(options)}
     return LLM.load(model, deterministic=options["deterministic"], **chosen, **fields)
 
 
@@ -181,6 +183,7 @@ class RunStats:
     preemptions: int
     evictions: int
     ended: Mapping[str, int]
+    tiers: TierUse | None
 
 
 def group_use(llm: LLM) -> tuple[GroupUse, ...]:
@@ -256,6 +259,7 @@ class Meter:
             preemptions=sum(usage.preemptions for usage in usages),
             evictions=sum(ledger.evictions) - sum(self._ledger.evictions),
             ended=dict(self._ended),
+            tiers=tier_use(self._llm),
         )
 
 
@@ -268,6 +272,7 @@ def stats_lines(stats: RunStats) -> list[str]:
         f"per token  {stats.model_ms:.2f} ms in the model, {stats.engine_ms:.3f} ms in the engine",
         *(f"cache      {line}" for line in cache_lines(stats.cache)),
         f"prefix     {counted(stats.prefix_hits, 'hit')}, {counted(stats.prefix_misses, 'miss', 'misses')}",
+        *tier_lines(stats.tiers),
         f"pressure   {counted(stats.preemptions, 'preemption')}, {counted(stats.evictions, 'eviction')}",
         f"ended      {', '.join(f'{count} by {ENDS.get(by, by)}' for by, count in stats.ended.items()) or 'nothing'}",
     ]

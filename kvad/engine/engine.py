@@ -312,6 +312,10 @@ class Engine:
         name = f"{salt}\0{self.cache.stored}\0{kept}\0{regime}\0{'' if source is None else list(source)}"
         return hashlib.blake2b(self._stored + name.encode(), digest_size=16).digest()
 
+    def block_keys(self, tokens: Sequence[int], sampling: Sampling, *, salt: str = "") -> list[str]:
+        """Under which keys the tiers have the whole blocks of such a request's prompt."""
+        return self.ledger.keys(tokens, self._root(tokens, sampling, salt))
+
     def regime(self, tokens: Sequence[int], sampling: Sampling) -> str:
         """Names how positions are turned into angles for such a request, where its length decides that."""
         longest = self.limits.longest(sampling)[0]
