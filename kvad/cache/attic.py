@@ -1,7 +1,7 @@
 """The RAM tier: blocks that a pool had to give up, bounded in bytes; what lies longest is packed, then given up too.
 
-Half of the budget is for blocks as they were; older ones are packed (``planes.py``) where that pays.  The least recently
-used goes first.  Not safe for several threads by itself: ``tiers.py`` holds the lock.  No torch.
+Half of the budget is for blocks as they were; older ones are packed (``planes.py``) where that pays.  The least
+recently used goes first.  Not safe for several threads by itself: ``tiers.py`` holds the lock.  No torch.
 """
 
 from __future__ import annotations

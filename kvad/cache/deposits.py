@@ -1,13 +1,14 @@
 """The ledger's side of the tiers: which blocks are copied out under which name, and which a waiting row is fetched.
 
-A published block is *deposited* under the name of its history: a key (the ledger's digest, for finding), the block's own
-tokens, and a proof of all that stands before it, a digest of 256 bits that is not the ledger's.  What a tier gives back is
-used only if tokens and proof are those of the row that asks: with keys of 8 bits it hits less often, and is never wrong.
+A published block is *deposited* under the name of its history: a key (the ledger's digest, for finding), the block's
+own tokens, and a proof of all that stands before it, a digest of 256 bits that is not the ledger's.  What a tier gives
+back is used only if tokens and proof are those of the row that asks: with keys of 8 bits it hits less often, and is
+never wrong.
 
-``fetch`` asks the tiers for what of a row's blocks is in no pool; it is a plain value that is polled, and what it brings
-stays in host memory until the row is admitted.  Only then are blocks taken and filled, in the same moves as everything
-else (``step.Moves.load``): a request that ends while its blocks are still on their way leaves nothing behind, and what
-comes late comes into memory that is nobody's.
+``fetch`` asks the tiers for what of a row's blocks is in no pool; it is a plain value that is polled, and what it
+brings stays in host memory until the row is admitted.  Only then are blocks taken and filled, in the same moves as
+everything else (``step.Moves.load``): a request that ends while its blocks are still on their way leaves nothing
+behind, and what comes late comes into memory that is nobody's.
 
 Blocks that were loaded are published when the row commits, like those that it computed: what comes out must be finite
 first.  Integers only, no torch.
@@ -28,7 +29,8 @@ __all__ = ["Deposits", "Fetch", "Name", "Ticket", "Tier", "TierHits", "name_of",
 
 
 class Name(NamedTuple):
-    """Of a stored block: ``key`` finds it, ``parent`` and ``tokens`` (int64, packed) must be equal before it is used."""
+    """Of a stored block: ``key`` finds it, ``parent`` and ``tokens`` (int64, packed) must be equal before it is
+    used."""
 
     key: str
     parent: str

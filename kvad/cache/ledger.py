@@ -259,7 +259,8 @@ class Ledger:
         return True
 
     def _claim(self, row: int, seat: Seat, chain: Sequence[Prefix], tokens: Sequence[int], fetch: Fetch | None) -> None:
-        """Hold the blocks of a chain: those in the pools are claimed before any is taken for those that were fetched."""
+        """Hold the blocks of a chain: those in the pools are claimed before any is taken for those that were
+        fetched."""
         missing: dict[Prefix, dict[int, int]] = {}
         for claimed in (True, False):
             for index, hold in enumerate(seat.holds):

@@ -26,7 +26,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Pin(NamedTuple):
-    """``tokens``: of the prefix, in whole blocks; ``text``: how it begins; ``identity``: of what its blocks belong to."""
+    """``tokens``: of the prefix, in whole blocks; ``text``: how it begins; ``identity``: of what its blocks belong
+    to."""
 
     name: str
     keys: tuple[str, ...]

@@ -2,9 +2,9 @@
 
     float32, little-endian:  m0 m1 m2 es | m0 m1 m2 es | ..   ->   es es .. deflated, then m0 m0 .. m1 m1 .. m2 m2 ..
 
-The last byte (sign and exponent) of a trained model's keys and values deflates to 0.45 of its size, and mantissas do not
-at all: float32 comes to 0.86 and bfloat16 to 0.72 of what it was, at 200 and 130 MB/s (dev/LOG.md).  Numbers of one byte
-gain 4%: they are left alone.  Standard library only.
+The last byte (sign and exponent) of a trained model's keys and values deflates to 0.45 of its size, and mantissas do
+not at all: float32 comes to 0.86 and bfloat16 to 0.72 of what it was, at 200 and 130 MB/s (dev/LOG.md).  Numbers of one
+byte gain 4%: they are left alone.  Standard library only.
 """
 
 from __future__ import annotations

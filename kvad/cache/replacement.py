@@ -1,5 +1,5 @@
-"""Which entry of a full shelf goes first: the least recently used (:class:`Lru`), or :class:`Arc`, which also knows what
-was used more than once, so that a long text read once does not push out what everybody asks for.
+"""Which entry of a full shelf goes first: the least recently used (:class:`Lru`), or :class:`Arc`, which also knows
+what was used more than once, so that a long text read once does not push out what everybody asks for.
 
 ARC after Megiddo and Modha 2003 (USENIX FAST, fig. 4), for entries of unequal size: where they count pages, this counts
 bytes.  Two lists of what is there (``once``, ``often``), two of what has just gone; a return of something that has just

@@ -8,12 +8,12 @@
 The index is what the folder lists, names and sizes: a lost or a damaged index cannot be, and none of it is believed: an
 entry is checked when it is read.  Files of other names are not ours: not counted, not touched.
 
-When the disk fails, the caller never does.  A write that fails gives its entry up and *closes* the shelf to writing: one
-line is logged, what is there is still read.  A read that fails gives its entry up, and the ``FAILURES``-th closes the
-shelf altogether.  An entry that failed is never tried again.  No room (``reserve`` bytes stay free) is no failure.
+When the disk fails, the caller never does.  A write that fails gives its entry up and *closes* the shelf to writing:
+one line is logged, what is there is still read.  A read that fails gives its entry up, and the ``FAILURES``-th closes
+the shelf altogether.  An entry that failed is never tried again.  No room (``reserve`` bytes stay free) is no failure.
 
-Not flushed unless asked (``durable``): after a power cut an entry is whole or refused by its checksums, and can be computed
-again.  Safe for several threads.  No torch.
+Not flushed unless asked (``durable``): after a power cut an entry is whole or refused by its checksums, and can be
+computed again.  Safe for several threads.  No torch.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class Shelf:
             self._pinned = frozenset(keys)
 
     def keep(self, keys: Sequence[str]) -> None:
-        """Pin these beside those that are, and flush them.  EntryError: one is not there; OSError as the disk says it."""
+        """Pin these beside those that are, and flush them.  EntryError: one is not there; OSError as the disk says
+        it."""
         with self._lock:
             missing = [key for key in keys if key not in self]
             if missing:

@@ -3,15 +3,15 @@
     pool  --evicted-->  RAM (as it was, then packed: attic.py)
       \\--published-->  disk (shelf.py): written through, so that little is lost whenever the process ends
 
-A waiting row is brought what it needs by a thread that reads; another one writes and packs.  The step's own thread never
-waits for either: it asks :meth:`Tiers.has` (an index in memory), takes tickets and polls them.
+A waiting row is brought what it needs by a thread that reads; another one writes and packs.  The step's own thread
+never waits for either: it asks :meth:`Tiers.has` (an index in memory), takes tickets and polls them.
 
 What is given back is what was stored: every byte under a checksum on disk, and its name (``deposits.Name``: the block's
-tokens, and a proof of all before it) and the ``identity`` of weights and formats compared.  Whatever does not match, and
-whatever fails, is a miss with a reason, from there on the row computes.
+tokens, and a proof of all before it) and the ``identity`` of weights and formats compared.  Whatever does not match,
+and whatever fails, is a miss with a reason, from there on the row computes.
 
-Never: a wait for a disk in ``has``, ``load``, ``wants``, ``give``, ``take``, ``lend`` or ``drop``; a piece that a live row
-writes into: Memory copies.  No torch.
+Never: a wait for a disk in ``has``, ``load``, ``wants``, ``give``, ``take``, ``lend`` or ``drop``; a piece that a live
+row writes into: Memory copies.  No torch.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TierStats:
-    """Bytes copied ``out`` of the pool and ``into`` it; ``late``: blocks that were not written because too many waited to
-    be; ``waiting``: bytes that do."""
+    """Bytes copied ``out`` of the pool and ``into`` it; ``late``: blocks that were not written because too many waited
+    to be; ``waiting``: bytes that do."""
 
     ram: AtticStats
     disk: ShelfStats
@@ -224,8 +224,8 @@ class Tiers:
         return self._shelf.folder
 
     def keep(self, keys: Sequence[str]) -> list[str]:
-        """Write what waits, flush these blocks to the disk and pin them beside what is pinned; their names on the shelf.
-        OSError as the disk says it; EntryError: one of them is not there."""
+        """Write what waits, flush these blocks to the disk and pin them beside what is pinned; their names on the
+        shelf. OSError as the disk says it; EntryError: one of them is not there."""
         assert self._shelf is not None, "nothing is kept without a shelf"
         self.flush()
         stored = [self._on_shelf(key) for key in keys]

@@ -52,8 +52,8 @@ def prefix() -> None:
 def add(model: Path, prompt: str | None, file: Path | None, name: str, as_json: bool, **options: Any) -> None:
     """Compute a text's whole blocks, store them on the disk, and pin them: they are never evicted.
 
-    A request finds them if it begins with the same tokens and its cache is of the same kind: give the same --cache-dtype,
-    --policy and --block-size.  An equal name is replaced.
+    A request finds them if it begins with the same tokens and its cache is of the same kind: give the same
+    --cache-dtype, --policy and --block-size.  An equal name is replaced.
     """
     if (prompt is None) == (file is None):
         raise click.UsageError("give the text with --prompt, or its --file")

@@ -15,8 +15,8 @@ __all__ = ["keep_prefix"]
 def keep_prefix(engine: Engine, tokens: Sequence[int], name: str, text: str = "") -> Pin:
     """The whole blocks of ``tokens``, which later requests of the same beginning find without computing.
 
-    UsageError: no tier, a name that is none; RequestError: less than a block, or what the engine refuses;  SaveError: the
-    disk refused, and nothing is pinned.
+    UsageError: no tier, a name that is none; RequestError: less than a block, or what the engine refuses;  SaveError:
+    the disk refused, and nothing is pinned.
     """
     check_name(name)
     size = engine.cache.block_size

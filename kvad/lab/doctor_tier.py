@@ -1,7 +1,9 @@
-"""Look a tier's folder over: which blocks are whole, which are torn, alien or orphans; and remove what is safe to remove.
+"""Look a tier's folder over: which blocks are whole, which are torn, alien or orphans; and remove what is safe to
+remove.
 
-Every byte is read.  Safe to remove: what a dead writer left half written, and a block or a pin that is damaged (it would
-be refused, and can be computed again).  Never: a file of another name or version, a block of another model.  No torch.
+Every byte is read.  Safe to remove: what a dead writer left half written, and a block or a pin that is damaged (it
+would be refused, and can be computed again).  Never: a file of another name or version, a block of another model.  No
+torch.
 """
 
 from __future__ import annotations

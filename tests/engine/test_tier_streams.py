@@ -1,10 +1,12 @@
-"""Test number one with tiers: every stream equals its solo run, while blocks are evicted, stored and loaded all the time.
+"""Test number one with tiers: every stream equals its solo run, while blocks are evicted, stored and loaded all the
+time.
 
-The worlds of ``test_streams.py`` over a tier that keeps what a fake memory copies out, forgets some of it, brings it late,
-out of order or not at all, and never hands out what was withdrawn.  Blocks that nobody owns are filled with canaries, so
-that what is read without having been loaded is heard.
+The worlds of ``test_streams.py`` over a tier that keeps what a fake memory copies out, forgets some of it, brings it
+late, out of order or not at all, and never hands out what was withdrawn.  Blocks that nobody owns are filled with
+canaries, so that what is read without having been loaded is heard.
 
-Broken on purpose (a load left out, a store after the clearing, a withdrawal that does not reach the tier ...), they fail.
+Broken on purpose (a load left out, a store after the clearing, a withdrawal that does not reach the tier ...), they
+fail.
 """
 
 from __future__ import annotations
