@@ -107,9 +107,11 @@ class LLM:
         kvad/cache/formats.py.  Dtypes go by name or as torch's own.  What stays of a row is ``policy=``, what is done
         when it or the cache is full ``on_full=``; ``endless=True`` alone is ``on_full="sinks"``.  ``compressor``: a
         folder or a run of ``kvad train --objective compress``, which makes the summaries of
-        ``policy="hierarchy(...)"``.  ``deterministic``: what a request gets is the same, bit for bit, alone and in any
-        batch (CPU only, slower: docs/performance.md).  ``park_dir``: a folder for rows that give way when there is no
-        room for them in ``park_ram`` bytes of memory.
+        ``policy="hierarchy(...)"``.  ``tier=``: a folder in which the prefix cache outlives the pool and the process,
+        of at most ``tier_bytes``; ``tier_ram``: bytes of host memory for blocks that the pool had to give up.
+        ``park_dir``: a folder for rows that give way when there is no room for them in ``park_ram`` bytes of memory.
+        ``deterministic``: what a request gets is the same, bit for bit, alone and in any batch (CPU only, slower:
+        docs/performance.md).
 
         Raises CheckpointError for a folder that is not a whole checkpoint, and for another model's compressor;
         UsageError for a device that is not there, ConfigError for a dtype or a cache that cannot be, or a machine on

@@ -303,6 +303,8 @@ class Moves(NamedTuple):
     """Edits of bytes between two steps; plain integers from the ledger.  Applied in this order, which lets a block that
     one move has read be another's in the same step:
 
+    ``store``: (number, per group a block or none): copied out to the host, for the tiers, which know the number.
+    ``load``: (number, per group a block or none): what the tiers lend under the number comes in, whole.
     ``park``: (key, per group the blocks of a row): copied out to the host, and kept under the key.
     ``wake``: (key, per group as many blocks): what was parked comes back, whole.
     ``drop``: keys of parked rows that will not come back.
@@ -321,6 +323,8 @@ class Moves(NamedTuple):
     drop: tuple[int, ...] = ()
     pack: tuple[tuple[tuple[int, int], ...], ...] = ()
     fold: tuple[tuple[Fold, ...], ...] = ()
+    store: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
+    load: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
 
 class Memory(Protocol):

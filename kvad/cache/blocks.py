@@ -38,13 +38,14 @@ def digest(data: bytes) -> bytes:
 class Prefix:
     """A history that ends with a full block.  ``tokens``: that block's, packed as int64; ``depth``: blocks so far."""
 
-    __slots__ = ("__weakref__", "depth", "digest", "parent", "tokens")
+    __slots__ = ("__weakref__", "depth", "digest", "parent", "proof", "tokens")
 
     def __init__(self, digest: bytes, parent: Prefix | None, tokens: bytes) -> None:
         self.digest = digest
         self.parent = parent
         self.tokens = tokens
         self.depth: int = parent.depth + 1 if parent is not None else 0
+        self.proof = b""  # for tiers, where it was asked for (deposits.py)
 
 
 class Prefixes:
@@ -92,6 +93,7 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(RESERVED_BLOCKS, blocks))
         self._least = len(self._idle)
         self._where: dict[Prefix, int] = {}
+        self.evicting: Callable[[int, Prefix], None] | None = None  # told of a published block before it is handed on
 
     @property
     def available(self) -> int:
@@ -122,6 +124,8 @@ class BlockPool:
         prefix = self.prefixes[block]
         if prefix is None:
             return block, False
+        if self.evicting is not None:
+            self.evicting(block, prefix)
         self.prefixes[block] = None
         del self._where[prefix]
         self.evictable -= 1

@@ -1,4 +1,4 @@
-"""The disk, as caches use it: ten operations, each of which may raise OSError, and nothing else.
+"""The disk, as caches use it: some fifteen operations, each of which may raise OSError, and nothing else.
 
 One seam for all that is stored (``entry.py``, ``shelf.py``): tests hand over a disk whose k-th operation fails, or one
 that forgets what was not flushed when the power goes (``tests/cache/disks.py``).  Nothing here retries: after a failed
@@ -11,14 +11,24 @@ Standard library only.
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["DISK", "Buffer", "Disk"]
+__all__ = ["DISK", "Buffer", "Disk", "Listed"]
 
 Buffer = bytes | bytearray | memoryview
 
 PRIVATE = 0o600  # what a cache holds can be read back as text
+
+
+class Listed(NamedTuple):
+    """A file of a folder, its bytes, and when it was last written or used."""
+
+    name: str
+    size: int
+    used_ns: int
 
 
 class Disk:
@@ -79,6 +89,33 @@ class Disk:
 
     def remove(self, path: Path) -> None:
         os.unlink(path)
+
+    def folder(self, path: Path) -> None:
+        """There is such a folder, its owner's only where it is new."""
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def scan(self, folder: Path) -> list[Listed]:
+        """The plain files of a folder; links and folders are left out."""
+        with os.scandir(folder) as found:
+            stats = [
+                (each.name, each.stat(follow_symlinks=False)) for each in found if each.is_file(follow_symlinks=False)
+            ]
+        return [Listed(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+    def touch(self, path: Path) -> None:
+        """It was used now."""
+        os.utime(path, follow_symlinks=False)
+
+    def lock(self, path: Path) -> int:
+        """Hold ``path`` (made if need be) until it is closed or this process ends, however it ends.  BlockingIOError:
+        somebody else holds it."""
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
 
     def free(self, folder: Path) -> int:
         """Bytes that one without privileges may still write there."""

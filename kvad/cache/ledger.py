@@ -30,11 +30,13 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from kvad.cache.blocks import BlockPool, Hash, LowestFirst, Prefix, Prefixes, digest
+from kvad.cache.deposits import Deposits, Fetch, Tier
 from kvad.cache.descent import Descended, Descents, blocks_of
 from kvad.cache.policy import Spilled
 from kvad.cache.seats import NEVER, Hold, Known, Parked, Seat, in_ring, place_of
@@ -87,10 +89,17 @@ class LedgerStats:
 
 class Ledger:
     """Owns one :class:`BlockPool` per group and the rows in ``seats`` seats.  ``watermark``: share of a pool, of what
-    rows grow in, that :meth:`fits` leaves free."""
+    rows grow in, that :meth:`fits` leaves free.  ``tier``: where published blocks go on beyond the pools."""
 
     def __init__(
-        self, groups: Sequence[Group], *, prefix: bool, seats: int, hasher: Hash = digest, watermark: float = 0.0
+        self,
+        groups: Sequence[Group],
+        *,
+        prefix: bool,
+        seats: int,
+        hasher: Hash = digest,
+        watermark: float = 0.0,
+        tier: Tier | None = None,
     ) -> None:
         self.groups = tuple(groups)  # those that take tokens first, then their levels, then those of sources
         own = [group for group in self.groups if not group.mixer.cross and group.level is None]
@@ -132,6 +141,10 @@ class Ledger:
         self.prefix = prefix and bool(self.own) and not any(self._ring) and not self._moved
         assert not self.prefix or len(set(self._sizes)) == 1, "prefix reuse needs one block size"
         self._hits = self._misses = self._hit_tokens = 0
+        self.deposits = Deposits(tier, len(self.groups)) if tier is not None and self.prefix else None
+        if self.deposits is not None:
+            for index, pool in enumerate(self._pools):
+                pool.evicting = partial(self.deposits.evicted, index)
         self.capacity = min((self._longest(index) for index in range(len(self.own))), default=sys.maxsize)
         kept = self._kept
         self._sources = Sources(self.groups[kept:], self.pools[kept:], self._prefixes, share=self.prefix)
@@ -154,11 +167,14 @@ class Ledger:
 
     # ------------------------------------------------------------ rows come and go
 
-    def admit(self, row: int, tokens: Sequence[int], root: bytes, most: int | None = None) -> int | None:
+    def admit(
+        self, row: int, tokens: Sequence[int], root: bytes, most: int | None = None, fetch: Fetch | None = None
+    ) -> int | None:
         """Seat a row and claim the longest known prefix of ``tokens``; returns its length, None if the seat is taken.
 
         A hit is a multiple of the block size and covers at most ``len(tokens) - 1`` tokens (one is left to compute),
         at most ``most`` where given.  A group with a window needs only the blocks of the last ``window - 1`` tokens.
+        ``fetch``, which is ready: what of these tokens the tiers gave back; it stands in the pools after the next step.
         """
         if self._seats[row] is not None:
             return None
@@ -167,36 +183,123 @@ class Ledger:
         if seat.root is None:
             return 0
         longest = len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
-        chain = self._chain(seat.root, tokens, longest)
+        chain, why = self._chain(seat.root, tokens, longest, fetch), ""
+        if fetch is not None and not self._room_for(chain):
+            chain, why = self._chain(seat.root, tokens, longest), "no room"
         if longest >= self._sizes[0]:
             self._hits += bool(chain)
             self._misses += not chain
+        if self.deposits is not None and fetch is not None and len(chain) < longest // self._sizes[0]:
+            self.deposits.hits.misses[why or fetch.why() or "moved"] += 1
         if not chain:
             return 0
         length = len(chain) * self._sizes[0]
-        for index, hold in enumerate(seat.holds):
-            pool = self.pools[index]
-            sinks, first = self._sinks[index], self._first_needed(index, length)
-            hold.gap = first - sinks
-            for prefix in chain[:sinks] + chain[first:]:
-                block = pool.find(prefix)
-                assert block is not None
-                pool.acquire(block)
-                hold.blocks.append(block)
+        self._claim(row, seat, chain, tokens, fetch)
         seat.length = seat.reach = length
-        seat.tip = chain[-1]
         self._hit_tokens += length
         return length
+
+    def fetch(self, tokens: Sequence[int], root: bytes, most: int | None = None) -> Fetch:
+        """What the tiers have of these tokens and no pool does; nothing moves before it is started.
+
+        A group with a window is fetched the blocks that the longest known prefix needs, and no others.
+        """
+        longest = len(tokens) - 1 if most is None else min(most, len(tokens) - 1)
+        at = self._prefixes.root(root) if self.deposits is not None else None
+        if at is None or self.deposits is None or longest < self._sizes[0]:
+            return Fetch(None, (), {})
+        tier, size, missed = self.deposits.tier, self._sizes[0], ""
+        packed = array("q", tokens[: longest - longest % size]).tobytes()
+        chain: list[Prefix] = []
+        stored: set[Prefix] = set()
+        for start in range(0, len(packed), size * 8):
+            prefix = self._prefixes.extend(at, packed[start : start + size * 8])
+            if prefix is None:
+                missed = "collision"
+                break
+            lacks = [index for index, pool in enumerate(self._pools) if pool.find(prefix) is None]
+            if lacks and tier.has(prefix.digest.hex()):
+                stored.add(prefix)
+            elif any(self._windows[index] == NEVER for index in lacks):
+                missed = "unknown"
+                break
+            chain.append(prefix)
+            at = prefix
+        depth = self._served(chain, lambda index, prefix: prefix in stored or self._there(index, prefix, None))
+        missed = missed or ("unknown" if depth < len(packed) // (size * 8) else "")
+        wanted: dict[Prefix, tuple[int, ...]] = {}
+        for index, pool in enumerate(self._pools):
+            for prefix in self._needs(index, chain[:depth])[1]:
+                if pool.find(prefix) is None:
+                    wanted[prefix] = (*wanted.get(prefix, ()), index)
+        fetch = Fetch(tier, chain[:depth], {prefix: wanted[prefix] for prefix in chain[:depth] if prefix in wanted})
+        fetch.missed = missed
+        return fetch
+
+    def keys(self, tokens: Sequence[int], root: bytes) -> list[str]:
+        """Under which keys the tiers have the whole blocks of these tokens."""
+        made, size, at = list[Prefix](), self._sizes[0], self._prefixes.root(root)
+        for start in range(0, len(tokens) - size + 1, size):
+            at = None if at is None else self._prefixes.extend(at, array("q", tokens[start : start + size]).tobytes())
+            if at is None:
+                break
+            made.append(at)
+        return [prefix.digest.hex() for prefix in made]
+
+    def _there(self, index: int, prefix: Prefix, fetch: Fetch | None) -> bool:
+        """Is this block of group ``index`` in its pool, or fetched?"""
+        return self.pools[index].find(prefix) is not None or (fetch is not None and fetch.has(prefix, index))
+
+    def _needs(self, index: int, chain: Sequence[Prefix]) -> tuple[int, list[Prefix]]:
+        """(the first one behind those of sinks, all) of the blocks of a chain that a row in group ``index`` holds."""
+        first = self._first_needed(index, len(chain) * self._sizes[0])
+        return first, [*chain[: self._sinks[index]], *chain[first:]]
+
+    def _room_for(self, chain: Sequence[Prefix]) -> bool:
+        """Are there blocks for what of a chain was fetched, beside those that it claims?"""
+        for index, pool in enumerate(self._pools):
+            found = [pool.find(prefix) for prefix in self._needs(index, chain)[1]]
+            idle = sum(block is not None and pool.refs[block] == 0 for block in found)
+            if found.count(None) > pool.available - idle:
+                return False
+        return True
+
+    def _claim(self, row: int, seat: Seat, chain: Sequence[Prefix], tokens: Sequence[int], fetch: Fetch | None) -> None:
+        """Hold the blocks of a chain: those in the pools are claimed before any is taken for those that were
+        fetched."""
+        missing: dict[Prefix, dict[int, int]] = {}
+        for claimed in (True, False):
+            for index, hold in enumerate(seat.holds):
+                pool = self.pools[index]
+                first, needed = self._needs(index, chain)
+                if claimed:
+                    hold.gap = first - self._sinks[index]
+                    found = [pool.find(prefix) for prefix in needed]
+                    for block in found:
+                        if block is not None:
+                            pool.acquire(block)
+                    hold.blocks = [0 if block is None else block for block in found]
+                    continue
+                for place, prefix in enumerate(needed):
+                    if not hold.blocks[place]:
+                        hold.blocks[place] = missing.setdefault(prefix, {})[index] = pool.take()[0]
+        sure = next((at for at, prefix in enumerate(chain) if prefix in missing), len(chain))
+        seat.tip = chain[sure - 1] if sure else seat.root
+        seat.tail = list(tokens[sure * self._sizes[0] : len(chain) * self._sizes[0]])
+        if missing:
+            assert fetch is not None and self.deposits is not None
+            passed = 0 if any(hold.gap == 0 for hold in seat.holds) else sure
+            self.deposits.claimed(row, fetch, missing, chain[-1], self._sizes[0], passed)
 
     def fork(self, row: int, child: int, length: int) -> bool:
         """Seat ``child`` on the first ``length`` tokens of ``row``: blocks are shared until one of them writes.
 
         False, and nothing changed: a window of ``row`` has moved past what a query at ``length`` needs, or a cut has
         dropped it, or a policy watches the attention that blocks get, which is a row's own; or ``row`` is about to
-        wake, and its blocks are empty until its next step.
+        wake or to be loaded, and its blocks are empty until its next step.
         """
         seat = self._seat(row)
-        if self._watched or row in self._wake or any(hold.cut > length for hold in seat.holds):
+        if self._watched or self._waits(row) or any(hold.cut > length for hold in seat.holds):
             return False
         assert self._seats[child] is None and 0 <= length <= seat.length, (row, child, length, seat.length)
         if not self._window_held(seat, length):
@@ -236,7 +339,7 @@ class Ledger:
         It is 0 when a window has moved past what a query at ``length`` needs: the row is then empty, compute it anew.
         """
         seat = self._seat(row)
-        assert row not in self._wake, "what was parked comes back whole: rewind it after its next step"
+        assert not self._waits(row), "what was parked or stored comes back whole: rewind it after its next step"
         if length >= seat.length:
             return seat.length
         if length == 0 or not self._window_held(seat, length) or any(hold.cut > length for hold in seat.holds):
@@ -270,8 +373,10 @@ class Ledger:
         again.  Rows that already count on such a block keep it.
         """
         seat = self._seat(row)
+        fetched = None if self.deposits is None else self.deposits.left(row)
         if not publish:
             self._withdraw(seat.tip)
+            self._withdraw(fetched)
         self._release_all(seat)
         if seat.source is not None:
             self._sources.release(seat.source, publish=publish)
@@ -365,6 +470,8 @@ class Ledger:
         for pool in self.pools:
             for block in pool.published():
                 pool.withdraw(block)
+        if self.deposits is not None:
+            self.deposits.forget()
         for seat in self._seats:
             if seat is not None:
                 seat.root = seat.tip = None
@@ -418,8 +525,7 @@ class Ledger:
         moves = self._grow(slow) if slow else self._no_moves()
         if moves is None:
             return None
-        if self._park or self._wake or self._drop:
-            moves = self._with_parked(moves, {span[0] for span in spans})
+        moves = self._with_carried(moves, spans)
         slots: tuple[list[int], ...] = tuple([] for _ in self.own)
         tables: tuple[list[list[int]], ...] = tuple([] for _ in self.groups)
         pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=False)]
@@ -459,6 +565,15 @@ class Ledger:
             seat.tail.extend(tokens)
             if len(seat.tail) >= self._sizes[0]:
                 self._publish(seat, seat.length if sure is None else sure)
+        if self.deposits is not None:
+            self.deposits.left(row)
+
+    def store_now(self) -> Moves | None:
+        """What is to be copied out, where no step is about to do it; None: nothing."""
+        if self.deposits is None or not self.deposits.pending:
+            return None
+        stores = self.deposits.stores()
+        return self._no_moves()._replace(store=stores) if stores else None
 
     # ------------------------------------------------------------ questions
 
@@ -559,6 +674,10 @@ class Ledger:
         assert seat is not None, f"seat {row} is empty"
         return seat
 
+    def _waits(self, row: int) -> bool:
+        """Are the row's blocks still empty?"""
+        return row in self._wake or (self.deposits is not None and self.deposits.waits(row))
+
     def _release_all(self, seat: Seat) -> None:
         for hold, pool in zip(seat.every, self.pools, strict=False):
             _release(pool, hold.blocks)
@@ -589,19 +708,23 @@ class Ledger:
                 return False
         return True
 
-    def _chain(self, root: Prefix, tokens: Sequence[int], longest: int) -> list[Prefix]:
+    def _chain(self, root: Prefix, tokens: Sequence[int], longest: int, fetch: Fetch | None = None) -> list[Prefix]:
         """The longest chain of known blocks of ``tokens`` that every group can serve, at most ``longest`` tokens."""
         size = self._sizes[0]
         stride = size * 8
         packed = array("q", tokens[: longest - longest % size]).tobytes() if longest > 0 else b""
-        full = [pool for pool, window in zip(self._pools, self._windows, strict=True) if window == NEVER]
+        full = [index for index, window in enumerate(self._windows) if window == NEVER]
         chain: list[Prefix] = []
         prefix: Prefix | None = root
         for at in range(0, len(packed), stride):
             prefix = self._prefixes.find(prefix, packed[at : at + stride])
-            if prefix is None or not all(pool.find(prefix) is not None for pool in full):
+            if prefix is None or not all(self._there(index, prefix, fetch) for index in full):
                 break
             chain.append(prefix)
+        return chain[: self._served(chain, lambda index, prefix: self._there(index, prefix, fetch))]
+
+    def _served(self, chain: Sequence[Prefix], there: Callable[[int, Prefix], bool]) -> int:
+        """How many blocks of a chain, each of which is there in the groups without a window, all groups can serve."""
         usable = [True] * (len(chain) + 1)
         for index, window in enumerate(self._windows):
             if window != NEVER:
@@ -609,11 +732,10 @@ class Ledger:
                 sinks = self._sinks[index]
                 rooted = True  # so are those of sinks
                 for depth, prefix in enumerate(chain, 1):
-                    run = run + 1 if self.pools[index].find(prefix) is not None else 0
+                    run = run + 1 if there(index, prefix) else 0
                     rooted &= depth > sinks or run == depth
-                    usable[depth] &= rooted and run >= depth - self._first_needed(index, depth * size)
-        depth = max(depth for depth, ok in enumerate(usable) if ok)
-        return chain[:depth]
+                    usable[depth] &= rooted and run >= depth - self._first_needed(index, depth * self._sizes[0])
+        return max(depth for depth, ok in enumerate(usable) if ok)
 
     def _history(self, seat: Seat, length: int) -> tuple[Prefix | None, list[int]]:
         """(tip, tail) of the row's first ``length`` tokens."""
@@ -637,10 +759,14 @@ class Ledger:
             if tip is None:  # its digest is another history's: this row publishes no more
                 seat.tip, seat.tail = None, []
                 return
-            for hold, pool, sinks in zip(seat.holds, self._pools, self._sinks, strict=True):
+            stored = {}
+            for index, (hold, pool, sinks) in enumerate(zip(seat.holds, self._pools, self._sinks, strict=True)):
                 place = place_of(tip.depth - 1, sinks, hold.gap)
                 if place is not None:
                     pool.publish(hold.blocks[place], tip)
+                    stored[index] = hold.blocks[place]
+            if self.deposits is not None:
+                self.deposits.published(tip, stored)
             seat.tip = tip
             at += size
         del tail[:at]
@@ -661,6 +787,8 @@ class Ledger:
                 block = pool.find(prefix)
                 if block is not None:
                     pool.withdraw(block)
+            if self.deposits is not None:
+                self.deposits.withdrawn(prefix)
             prefix = prefix.parent
 
     def _shared(self, pool: BlockPool, block: int, refs: int) -> bool:
@@ -705,12 +833,17 @@ class Ledger:
         moves = Moves(tuple(clears), tuple(copies))
         return done.told(moves._replace(compact=tuple(compacts))) if self._moved else moves
 
-    def _with_parked(self, moves: Moves, rows: set[int]) -> Moves:
-        """With what was parked and given up since the last step that was placed, and those of its ``rows`` that wake:
-        a step that fails ends its rows, so none goes on with blocks that were never filled."""
-        wake = tuple(self._wake.pop(row) for row in sorted(rows & self._wake.keys()))
-        moves = moves._replace(park=tuple(self._park), wake=wake, drop=tuple(self._drop))
-        self._park, self._drop = [], []
+    def _with_carried(self, moves: Moves, spans: Sequence[Span] | Sequence[tuple[int, int, int]]) -> Moves:
+        """With what was parked and given up since the last step that was placed, and those of its rows that wake: a
+        step that fails ends its rows, so none goes on with blocks that were never filled.  And with what the tiers get
+        and give."""
+        if self._park or self._wake or self._drop:
+            rows = {span[0] for span in spans}
+            wake = tuple(self._wake.pop(row) for row in sorted(rows & self._wake.keys()))
+            moves = moves._replace(park=tuple(self._park), wake=wake, drop=tuple(self._drop))
+            self._park, self._drop = [], []
+        if self.deposits is not None and self.deposits.pending:
+            moves = moves._replace(store=self.deposits.stores(), load=self.deposits.loads())
         return moves
 
     def _passed(self, index: int, hold: Hold, start: int) -> int:

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvad.cache.carry import Host, carry_in, carry_out
 from kvad.cache.cuts import HeadColumns, Witness, count_queries, cut_layer
 from kvad.cache.layout import Table, read, read_column, split
 from kvad.cache.levels import Compressor, fold_layer, fold_positions, means, pack_layer
@@ -105,6 +106,7 @@ class Memory:
         self.bounds = {layer: Bounds(group, self.keys[layer], device) for layer, group in choosing}
         self.parked: dict[int, list[Tensor]] = {}  # on the host, by key; on a GPU: when copier.arrived
         self.copier = Copier(torch.device(device))
+        self.tiers: Host | None = None  # who takes blocks that are copied out, and lends those that come in
 
     def leaves(self) -> list[Tensor]:
         """Every tensor of the cache, flat: keys and values by layer, what heads keep by layer, weights of summaries,
@@ -141,6 +143,9 @@ class Memory:
 
     def apply(self, moves: Moves) -> None:
         """Edits between two steps, in the order that :class:`Moves` names."""
+        if self.tiers is not None:
+            carry_out(self, self.tiers, moves.store)
+            carry_in(self, self.tiers, moves.load)
         self._park_and_wake(moves)
         for group, positions, cuts in zip(self.groups, self.positions, moves.compact, strict=False):
             if cuts:

@@ -143,8 +143,15 @@ class MemoryPlan:
         return self.cache.park_ram or 0
 
     @property
+    def tiers(self) -> int:
+        """Host memory of the tiers: what they may hold, and what may wait to be written.  Not counted: what is on its
+        way back in, which is at most what two rows hold, while they wait."""
+        return self.cache.tier_memory
+
+    @property
     def total(self) -> int:
-        return self.weights + self.pool + self.spilling.host + self.scratch + self.activations + self.parking
+        beside = self.spilling.host + self.parking + self.tiers
+        return self.weights + self.pool + self.scratch + self.activations + beside
 
 
 def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool = False) -> None:
@@ -258,7 +265,8 @@ def require(plan: MemoryPlan, available: int | None) -> None:
     message = (
         f"{plan.cache.rows:,} rows of {plan.cache.capacity:,} tokens{sources} need {_shown(plan.total)} (weights "
         f"{_shown(plan.weights)}, cache {_shown(plan.pool + plan.spilling.host)}, "
-        f"work {_shown(plan.scratch + plan.activations)}) "
+        f"work {_shown(plan.scratch + plan.activations)}"
+        f"{f', tiers {_shown(plan.tiers)}' if plan.tiers else ''}) "
         f"and {_shown(available)} is available"
     )
     raise MemoryPlanError(message, _advice(plan, available))

@@ -49,6 +49,8 @@ __all__ = [
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 DESCENT = 64  # tokens between two descents, where keys are packed by channel
 MOST_ROWS = 4096  # fit asks no further
+TIER_BYTES = 4 << 30  # of a tier's folder, where nothing else is said
+TIER_QUEUE = 64 << 20  # bytes of blocks that wait to be written to it; beyond, blocks are not stored
 POSITION_BYTES = 8  # the one column of every slot: its position, int64, once per group
 
 
@@ -73,11 +75,20 @@ class CacheConfig:
     residual: int = 128  # latest tokens in full precision before keys by channel; no-op for other formats
     on_full: OnFull = "preempt"  # for a row at its limit and a pool that has run out: full.py; settle.py lays it out
     watermark: float = 0.0  # share of a pool's blocks that an admission leaves free for rows that grow
-    spill_ram: int = 1 << 30  # bytes of host memory for spilled tokens; what passes them lies on disk.  No-op for others
+    spill_ram: int = (
+        1 << 30
+    )  # bytes of host memory for spilled tokens; what passes them lies on disk.  No-op for others
     spill_dir: str | None = None  # where, in files that end with the engine; None = the user's cache folder
-    park_ram: int | None = None  # bytes of host memory for rows that give way; None: what those take that must be parked
+    park_ram: int | None = (
+        None  # bytes of host memory for rows that give way; None: what those take that must be parked
+    )
+    tier: str | None = None  # a folder for published blocks, beyond the pool and the process: tiers.py
+    tier_bytes: int | None = None  # what it may hold; None: TIER_BYTES
+    tier_ram: int | None = None  # bytes of host memory for blocks that the pool had to give up
+    tier_replacement: Literal["lru", "arc"] = "lru"  # which block of the folder goes first when it is full
 
     def __post_init__(self) -> None:
+        self._check_tiers()
         if self.on_full not in ON_FULL:
             raise ConfigError(f"cache.on_full: {self.on_full!r}", nearest(str(self.on_full), ON_FULL))
         if isinstance(self.watermark, bool) or not isinstance(self.watermark, int | float):
@@ -119,6 +130,35 @@ class CacheConfig:
         """A model's layers as this cache lets them see: what an uncached judge of it has to see, too."""
         grain = 1 if self.layout == "contiguous" else self.block_size
         return narrowed(mixers, self.kept, grain, renumber=self.endless)
+
+    @property
+    def tier_limit(self) -> int:
+        """Bytes that the folder of the tier may hold."""
+        return TIER_BYTES if self.tier_bytes is None else self.tier_bytes
+
+    @property
+    def tier_memory(self) -> int:
+        """Host memory that the tiers take: blocks that were given up, and those that wait to be written."""
+        return (self.tier_ram or 0) + (TIER_QUEUE if self.tier is not None else 0)
+
+    def _check_tiers(self) -> None:
+        for name in ("tier_bytes", "tier_ram"):
+            asked = getattr(self, name)
+            if asked is not None:
+                _at_least(1, name, asked)
+        if self.tier is not None and not self.tier:
+            raise ConfigError("cache.tier: a folder without a name", "name one, or leave it out")
+        if self.tier is None and (self.tier_bytes is not None or self.tier_replacement != "lru"):
+            raise ConfigError("cache.tier_bytes: there is no tier that it could be of", "name its folder: cache.tier")
+        if self.tier_replacement not in ("lru", "arc"):
+            raise ConfigError(
+                f"cache.tier_replacement: {self.tier_replacement!r}", nearest(self.tier_replacement, ("lru", "arc"))
+            )
+        if (self.tier is not None or self.tier_ram is not None) and (self.layout == "contiguous" or not self.prefix):
+            what = "a contiguous cache" if self.layout == "contiguous" else "prefix=False"
+            raise ConfigError(
+                f"cache.tier: {what} shares no blocks, so there is nothing to keep", "take the paged layout"
+            )
 
     @property
     def outgrown(self) -> bool:

@@ -14,6 +14,7 @@ import click
 from kvad.cache.formats import FORMATS
 from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
 from kvad.cli.policies import park_ram_option, policies_asked, policy_options
+from kvad.cli.tiers import tier_options, tiers_asked
 from kvad.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ COUNTS = _Counts()
 @click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
 @policy_options
 @park_ram_option
+@tier_options
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
 @click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
 @click.option("--fit", metavar="SIZE", help="What could I run in 8GiB?  Several --context and --rows are for this.")
@@ -116,7 +118,7 @@ def plan(
     if mesh is not None and fit is not None:
         raise UsageError("--fit asks what one device holds, --mesh what several do", "ask for one of them")
     ranks = None if mesh is None else Mesh.parse(mesh)
-    size, asked = None if fit is None else parse_bytes(fit), policies_asked(policies)
+    size, asked = None if fit is None else parse_bytes(fit), {**policies_asked(policies), **tiers_asked(policies)}
     if size is None:
         _one(context, rows)
     found = read_target(target)

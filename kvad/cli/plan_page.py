@@ -82,6 +82,11 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
         ("scratch", plan.scratch, f"at most: {gathered}{_scores(plan)}"),
         ("activations", plan.activations, f"at most: {_step(plan)}"),
         *([("parking", plan.parking, "of host memory for rows that give way, as asked")] if plan.parking else []),
+        *(
+            [("tiers", plan.tiers, "in host memory, at most: blocks given up, and those to be written")]
+            if plan.tiers
+            else []
+        ),
         ("total", plan.total, "beside the interpreter and torch"),
         *(
             [("on disk", plan.spilling.disk, "beside it: when all rows are at their longest")]

@@ -21,6 +21,7 @@ import click
 from kvad.cli.common import FORMAT, format_bytes
 from kvad.cli.gave_way import gave_way, gave_way_lines
 from kvad.cli.policies import park_ram_option, policies_asked, policy_options
+from kvad.cli.tiers import TierUse, tier_lines, tier_options, tier_use, tiers_asked
 from kvad.errors import DataError, counted
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def cache_options(command: Command) -> Command:
         click.option("--park-dir", type=click.Path(path_type=Path), help="Where rows go for which that is too little."),
         deterministic_option,
         policy_options,
+        tier_options,
         click.option("--compressor", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries."),
     ]
     for option in reversed(options):
@@ -108,7 +110,7 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "compressor": options["compressor"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
-    chosen = {**formats_asked(options), **policies_asked(options)}
+    chosen = {**formats_asked(options), **policies_asked(options), **tiers_asked(options)}
     return LLM.load(model, deterministic=options["deterministic"], **chosen, **fields)
 
 
@@ -203,7 +205,8 @@ class RunStats:
     gave_way: SwapStats
     evictions: int
     ended: Mapping[str, int]
-    spilled: Spilled | None = None
+    spilled: Spilled | None
+    tiers: TierUse | None
 
 
 def group_use(llm: LLM) -> tuple[GroupUse, ...]:
@@ -293,6 +296,7 @@ class Meter:
             evictions=sum(ledger.evictions) - sum(self._ledger.evictions),
             ended=dict(self._ended),
             spilled=self._spilled(),
+            tiers=tier_use(self._llm),
         )
 
     def _spilled(self) -> Spilled | None:
@@ -315,6 +319,7 @@ def stats_lines(stats: RunStats) -> list[str]:
         *(f"cache      {line}" for line in cache_lines(stats.cache)),
         *([] if stats.spilled is None else [f"spilled    {_spill_line(stats.spilled)}"]),
         f"prefix     {counted(stats.prefix_hits, 'hit')}, {counted(stats.prefix_misses, 'miss', 'misses')}",
+        *tier_lines(stats.tiers),
         f"pressure   {counted(stats.preemptions, 'preemption')}, {counted(stats.evictions, 'eviction')}",
         *(f"preempted  {line}" for line in gave_way_lines(stats.gave_way)),
         f"ended      {', '.join(f'{count} by {ENDS.get(by, by)}' for by, count in stats.ended.items()) or 'nothing'}",

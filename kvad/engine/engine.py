@@ -33,6 +33,7 @@ from kvad.engine.row import Encoding
 from kvad.engine.runner import Runner
 from kvad.engine.sampler import FAULT, Chosen, Job, sample, score_tokens
 from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
+from kvad.engine.storage import open_tiers
 from kvad.engine.swaps import Swaps
 from kvad.errors import ConfigError, KvadError, RequestError
 from kvad.model.compress import Compressor
@@ -51,6 +52,7 @@ __all__ = ["Engine", "Piece", "StepTimes"]
 # Bytes of weights up to which those that share an input are joined.  In a larger model a kernel's start is nothing
 # beside its reading, and joining would copy weights that are mapped from a file.
 PACKED = 1 << 28
+POLL = 0.02  # seconds that a caller waits at once for blocks on their way, where there is nothing else to do
 
 _ENCODER_CAN = "it can embed, tag, classify or fill masks, as its head says"
 
@@ -140,7 +142,12 @@ class Engine:
             probe=probe,
             spill=_spill(placed, cache, disk),
         )
-        self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows, watermark=cache.watermark)
+        self.tiers = open_tiers(cache, placed, lambda: self.identity(""))
+        self.memory.tiers = self.tiers
+        self._stored = b""  # what the roots of chains begin with where blocks outlive the process
+        if self.tiers is not None and cache.tier is not None:
+            self._stored = self.identity("").digest() + f"{cache.block_size}".encode()
+        self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows, watermark=cache.watermark, tier=self.tiers)
         self.limits = Limits.of(model.config.limit, cache)
         chunk = min(cache.chunk, cache.capacity)  # what a window's pool is sized for
         folder = None if park_dir is None else Path(park_dir)
@@ -201,6 +208,9 @@ class Engine:
         began = time.perf_counter()
         plan = self.scheduler.plan()
         if plan is None:
+            self.store()
+            if self.tiers is not None:
+                self.tiers.wait(POLL)  # nobody runs, and somebody's blocks are on their way
             return self._pieces(self.scheduler.drain())
         inside = time.perf_counter()
         try:
@@ -224,6 +234,7 @@ class Engine:
         self.times.tokens += sum(event.token is not None for event in events)
         pieces = self._pieces(events)
         if self.scheduler.idle:
+            self.store()
             give_back()
         self.times.total += time.perf_counter() - began
         return pieces
@@ -242,9 +253,19 @@ class Engine:
     def idle(self) -> bool:
         return self.scheduler.idle
 
+    def store(self) -> None:
+        """Hand the tiers what has been published since the last step.  (A step does it too.)"""
+        moves = self.ledger.store_now()
+        if moves is not None:
+            self.memory.apply(moves)
+
     def close(self) -> None:
-        """Free the pool, and what was parked.  The engine serves nothing afterwards."""
+        """Free the pool and what was parked, and let the tiers' folder go when all is written.  The engine serves
+        nothing afterwards."""
         self.swaps.close()
+        if self.tiers is not None:
+            self.store()
+            self.tiers.close()
         self.memory.release()
 
     def _weigh(self, plan: Plan, seconds: float) -> None:
@@ -321,7 +342,11 @@ class Engine:
         regime = self.regime(tokens, sampling)
         kept = f"{self.cache.kept}\0{self.cache.endless}\0{self.cache.rotate}\0{self._summaries}"
         name = f"{salt}\0{self.cache.stored}\0{kept}\0{regime}\0{'' if source is None else list(source)}"
-        return hashlib.blake2b(name.encode(), digest_size=16).digest()
+        return hashlib.blake2b(self._stored + name.encode(), digest_size=16).digest()
+
+    def block_keys(self, tokens: Sequence[int], sampling: Sampling, *, salt: str = "") -> list[str]:
+        """Under which keys the tiers have the whole blocks of such a request's prompt."""
+        return self.ledger.keys(tokens, self._root(tokens, sampling, salt))
 
     def regime(self, tokens: Sequence[int], sampling: Sampling) -> str:
         """Names how positions are turned into angles for such a request, where its length decides that."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvad.cache.deposits import Fetch
 from kvad.cache.full import LimitName, OnFull
 from kvad.cache.ledger import Parked, Placed
 from kvad.cache.sources import PlacedSources
@@ -45,6 +46,7 @@ class Row:
         "by",
         "computed",
         "encoded",
+        "fetch",
         "group",
         "limit",
         "losses",
@@ -83,6 +85,7 @@ class Row:
         self.pending: tuple[tuple[int, float], ...] | None = None
         self.parked: Parked | None = None  # what it gave back, and will have again
         self.losses = 0  # how often it was begun anew, because what it had spilled could not be read
+        self.fetch: Fetch | None = None  # what it is brought from the tiers while it waits, if they were asked
         self.seat = -1
         self.state = WAITING
         self.scored = 0  # prompt positions whose successor has been scored

@@ -43,6 +43,7 @@ __all__ = ["Plan", "Row", "Scheduler", "SchedulerStats", "Usage", "Work"]
 
 MOST_LOSSES = 2  # a row whose spilled part was lost is computed again so often, then it ends
 KEPT_USAGES = 4096  # of ended requests, the latest
+FETCHES = 2  # rows whose blocks are brought from the tiers at once: so many rows' bytes are in host memory
 LOG = logging.getLogger(__name__)
 
 
@@ -211,7 +212,8 @@ class Scheduler:
     # ------------------------------------------------------------ a step
 
     def plan(self) -> Plan | None:
-        """The next step, placed; None when there is nothing to run.  :meth:`settle` it before the next."""
+        """The next step, placed; None when there is nothing to run, or all that waits is on its way from the tiers.
+        :meth:`settle` it before the next."""
         assert self._flying is None, "a plan is in flight: settle it first"
         admitting = True
         self._see_parked()
@@ -230,7 +232,7 @@ class Scheduler:
                 self._give_way(items)
                 # Alone, without shared blocks, it will fit: try again at once.  So do beams that waited for others.
                 admitting = not items or not self._running
-            elif not self._waiting:
+            elif not self._waiting or any(row.fetch is not None and not row.fetch.ready() for row in self._waiting):
                 return None
             elif self.swaps.pending:  # nothing else to do
                 self.swaps.wait()
@@ -276,7 +278,7 @@ class Scheduler:
         place = 0
         while place < len(self._waiting) and self._seats and left > 0:
             row = self._waiting[place]
-            if row.group.source is not None or not self._ready(row):
+            if row.group.source is not None or not self._ready(row) or not self._fetched(row):
                 place += 1
                 continue
             if not self._enter(row, not self._running and not fresh, fresh):
@@ -299,7 +301,7 @@ class Scheduler:
         place, now = 0, self._clock()
         while place < len(self._waiting) and self._seats:
             row = self._waiting[place]
-            if row.group.source is None or not self._ready(row):
+            if row.group.source is None or not self._ready(row) or not self._fetched(row):
                 place += 1
                 continue
             if not self._enter(row, alone=not self._running):
@@ -342,6 +344,25 @@ class Scheduler:
             return True
         return first.state == RUNNING and first.computed >= row.prompt_len
 
+    def _fetched(self, row: Row) -> bool:
+        """Is all here that the tiers have of this row?  It is asked when a row might be admitted; few are brought at
+        once, and only they wait: who needs nothing from there goes past them."""
+        if self.ledger.deposits is None or row.parked is not None or not row.tokens:
+            return True
+        if row.fetch is None:
+            row.fetch = self.ledger.fetch(row.tokens, row.group.root, self._most(row))
+        if row.fetch.ready():
+            return True
+        coming = sum(other.fetch is not None and other.fetch.started for other in self._waiting)
+        if row.fetch.started or coming >= FETCHES:
+            return False
+        row.fetch.start()
+        return row.fetch.ready()
+
+    def _most(self, row: Row) -> int | None:
+        """Tokens that a hit of this row may cover, where prompt log-probabilities are wanted."""
+        return row.scored if row.wants_prompt and row.scored < row.prompt_len - 1 else None
+
     def _claims(self, fresh: Sequence[Item]) -> list[tuple[int, int]]:
         """Rows that have still to take blocks for what they were admitted with.  An admission looks past them, as long
         as no watermark has to be kept: they may preempt it."""
@@ -363,8 +384,7 @@ class Scheduler:
             row.seat = -1
             return False
         if length is None:
-            most = row.scored if row.wants_prompt and row.scored < row.prompt_len - 1 else None
-            length = self.ledger.admit(seat, row.tokens, row.group.root, most)
+            length = self.ledger.admit(seat, row.tokens, row.group.root, self._most(row), row.fetch)
             assert length is not None, f"seat {seat} is taken"
         if row.group.source is not None and not row.encoded and not self._attach(row, seat, row.group.source):
             self._leave(row, seated=False)
@@ -500,6 +520,7 @@ class Scheduler:
         for _, row, new in items:
             if row.parked is not None:
                 self.swaps.woken(row)
+            row.fetch = None
             if row.state == WAITING:
                 now = self._clock() if now is None else now
                 self._seat_down(row, now)
@@ -707,6 +728,7 @@ class Scheduler:
             self._waiting.remove(row)
             self._blocked = -1
         self.swaps.forget(row)
+        row.fetch = None  # what is still on its way comes into memory that nobody reads
         row.state = DONE
         request = row.group
         if all(sibling.state == DONE for sibling in request.rows):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvad.cache.formats import find_format, parted
 from kvad.cache.named import parse_policy
+from kvad.cache.policy import Hierarchy
 
 __all__ = ["FORMATS", "HIERARCHIES", "POLICIES", "RATIOS", "Size", "block_for", "budget_of", "packing", "sized_for"]
 
@@ -121,7 +122,7 @@ def block_for(kept: int) -> int:
 def packing(policy: str, stored: str) -> str:
     """The policy where all is stored as ``stored``: a hierarchy packs no wider than that."""
     levels = parse_policy(policy).levels
-    if levels is None:
+    if not isinstance(levels, Hierarchy):  # what is spilled stays as it is
         return policy
     keys, values = map(_narrower, (levels.keys, levels.values), parted(stored))
     return policy if (keys, values) == (levels.keys, levels.values) else str(replace(levels, keys=keys, values=values))

@@ -46,7 +46,7 @@ __all__ = [
     "to_json",
 ]
 
-BYTES = ("weights", "payload", "scales", "columns", "reserved", "pool", "scratch", "activations", "total")
+BYTES = ("weights", "payload", "scales", "columns", "reserved", "pool", "scratch", "activations", "tiers", "total")
 
 
 class Target(NamedTuple):

@@ -21,6 +21,7 @@ OPERATIONS = (
     "remove",
     "free",
 )
+OPERATIONS += ("folder", "scan", "touch", "lock")
 
 
 class _Watched(Disk):

@@ -97,7 +97,7 @@ def test_a_row_that_gives_way_says_what_it_says_alone(kind: str, way: str, tmp_p
 def tokens_of(
     engine: Engine, prompts: list[list[int]], new: int = 20, preempt: tuple[int, ...] = (), **asked: object
 ) -> dict[int, tuple[list[int], str | None]]:
-    """Greedy tokens of each prompt, or the error that ended it.  ``preempt``: steps after which the latest gives way."""
+    """Greedy tokens of each prompt, or what ended it.  ``preempt``: steps after which the latest gives way."""
     numbers = [engine.submit(prompt, Sampling(max_tokens=new, temperature=0, **asked)) for prompt in prompts]  # type: ignore[arg-type]
     said: dict[int, tuple[list[int], str | None]] = {number: ([], None) for number in numbers}
     step = 0

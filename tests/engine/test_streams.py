@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvad.cache.blocks import Prefix, Prefixes, digest
+from kvad.cache.deposits import Fetch
 from kvad.cache.ledger import Ledger, Placed
 from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.cache.sources import PlacedSources, Source, Sources
@@ -951,8 +952,10 @@ class ClaimsAll(Ledger):
 class OneRoot(Ledger):
     """Every adapter, tenant and rotary regime in one chain of prefixes."""
 
-    def admit(self, row: int, tokens: Sequence[int], root: bytes, most: int | None = None) -> int | None:
-        return super().admit(row, tokens, b"", most)
+    def admit(
+        self, row: int, tokens: Sequence[int], root: bytes, most: int | None = None, fetch: Fetch | None = None
+    ) -> int | None:
+        return super().admit(row, tokens, b"", most, fetch)
 
 
 class Trusting(Prefixes):

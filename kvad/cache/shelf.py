@@ -1,0 +1,308 @@
+"""A folder of entries by key, bounded in bytes: the disk tier, and what it promises when the disk does not.
+
+    FOLDER/shelf.lock            held by the one process that writes here (flock: it goes with its process)
+    FOLDER/KEY.kv                one entry (``entry.py``): hexadecimal digits and dashes
+    FOLDER/.KEY.kv.PID.x.tmp     being written; left by a dead writer it is swept away when the shelf is opened
+    FOLDER/NAME.pin              an entry of keys that are never evicted (``pins.py``)
+
+The index is what the folder lists, names and sizes: a lost or a damaged index cannot be, and none of it is believed: an
+entry is checked when it is read.  Files of other names are not ours: not counted, not touched.
+
+When the disk fails, the caller never does.  A write that fails gives its entry up and *closes* the shelf to writing:
+one line is logged, what is there is still read.  A read that fails gives its entry up, and the ``FAILURES``-th closes
+the shelf altogether.  An entry that failed is never tried again.  No room (``reserve`` bytes stay free) is no failure.
+
+Not flushed unless asked (``durable``): after a power cut an entry is whole or refused by its checksums, and can be
+computed again.  Safe for several threads.  No torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvad.aside import leftover
+from kvad.cache.disk import DISK, Disk
+from kvad.cache.entry import Header, Section, open_entry, write_entry
+from kvad.cache.replacement import REPLACEMENTS
+from kvad.errors import ConfigError, EntryError, nearest
+
+__all__ = ["KEY", "LOCK", "RESERVE", "Shelf", "ShelfStats", "sweep"]
+
+LOCK = "shelf.lock"
+KEY = re.compile(r"[0-9a-f][0-9a-f-]{0,127}")
+ENDING = ".kv"
+RESERVE = 256 << 20  # bytes that stay free on the disk
+FAILURES = 3  # reads
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ShelfStats:
+    """``off``: why nothing is written, or read, any more; "" where all is well.  ``misses``: by reason."""
+
+    bytes: int = 0
+    entries: int = 0
+    limit: int = 0
+    pinned: int = 0
+    hits: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    evictions: int = 0
+    refused: int = 0  # not written: larger than the shelf, or no room
+    failures: int = 0
+    swept: int = 0
+    misses: Mapping[str, int] = field(default_factory=dict)
+    off: str = ""
+
+
+class Shelf:
+    """Open ``folder``, made if need be.  BlockingIOError: another process has it; OSError as the disk says it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limit: int,
+        *,
+        replacement: str = "lru",
+        reserve: int = RESERVE,
+        disk: Disk = DISK,
+    ) -> None:
+        if limit < 1:
+            raise ConfigError(
+                f"tier_bytes: a tier of {limit} bytes holds nothing", "leave the tier out, or give it more"
+            )
+        if replacement not in REPLACEMENTS:
+            raise ConfigError(f"replacement: {replacement!r}", nearest(replacement, REPLACEMENTS))
+        self.folder, self.limit, self._reserve, self._disk = folder, limit, reserve, disk
+        self._order = REPLACEMENTS[replacement](limit)
+        self._lock = threading.RLock()
+        self._bytes = self._hits = self._read = self._written = 0
+        self._evictions = self._refused = self._failures = self._bad_reads = self._swept = 0
+        self._misses: Counter[str] = Counter()
+        self._pinned: frozenset[str] = frozenset()
+        self._off, self._closed = "", False
+        disk.folder(folder)
+        file = disk.lock(folder / LOCK)
+        self.release = weakref.finalize(self, _close, disk, file)  # another process may have it from then on
+        try:
+            self._swept = sweep(folder, disk)
+            found = sorted(disk.scan(folder), key=lambda each: (each.used_ns, each.name))
+        except BaseException:
+            self.release()
+            raise
+        for each in found:
+            key = each.name.removesuffix(ENDING)
+            if key != each.name and KEY.fullmatch(key):
+                self._order.add(key, each.size)
+                self._bytes += each.size
+        self._evict(0)
+
+    def order(self) -> tuple[str, ...]:
+        """Of all that is there, the next to go first."""
+        with self._lock:
+            return tuple(self._order.victims())
+
+    def __contains__(self, key: str) -> bool:
+        return not self._closed and key in self._order.sizes
+
+    @property
+    def writable(self) -> bool:
+        """Is what is stored from now on written?"""
+        return not self._off
+
+    def pin(self, keys: Iterable[str]) -> None:
+        """These, and no others, are never evicted."""
+        with self._lock:
+            self._pinned = frozenset(keys)
+
+    def keep(self, keys: Sequence[str]) -> None:
+        """Pin these beside those that are, and flush them.  EntryError: one is not there; OSError as the disk says
+        it."""
+        with self._lock:
+            missing = [key for key in keys if key not in self]
+            if missing:
+                why = self._off or "there is no room"
+                raise EntryError(
+                    f"{self.folder}: {len(missing)} of {len(keys)} blocks are not stored: {why}", why="missing"
+                )
+            self._pinned |= frozenset(keys)
+        for key in keys:
+            file = self._disk.open(self._path(key))
+            try:
+                self._disk.sync(file)
+            finally:
+                self._disk.close(file)
+        self._disk.sync_folder(self.folder)
+
+    def get(self, key: str, read: Callable[[Header, Callable[[str], memoryview]], Any]) -> Any:
+        """What ``read(header, section)`` makes of an entry.  EntryError (its ``why`` is counted) where it cannot be
+        read whole: a damaged entry is removed; OSError: the disk failed, and the entry is given up."""
+        try:
+            with open_entry(self._path(key), self._disk) as entry:
+                answer = read(entry.header, entry.read)
+                count = entry.header.nbytes
+        except EntryError as error:
+            self._missed(key, error.why)
+            raise
+        except OSError as error:
+            self._bad_read(key, error)
+            raise
+        with self._lock:
+            self._hits += 1
+            self._read += count
+            if key in self._order.sizes:
+                self._order.use(key)
+        with suppress(OSError):  # it is only an order
+            self._disk.touch(self._path(key))
+        return answer
+
+    def put(
+        self,
+        key: str,
+        kind: str,
+        identity: Mapping[str, str],
+        facts: Mapping[str, Any],
+        sections: Sequence[Section],
+        *,
+        durable: bool = False,
+    ) -> bool:
+        """Write an entry, for which others may have to go.  False: it was not written, and why is counted."""
+        assert KEY.fullmatch(key), key
+        if self._off or key in self:
+            return False
+        size = sum(memoryview(each.data).nbytes for each in sections) + 4096
+        try:
+            if not self._room(size):
+                return False
+            size = write_entry(self._path(key), kind, identity, facts, sections, durable=durable, disk=self._disk)
+        except OSError as error:
+            self._fail("writing", error)
+            return False
+        with self._lock:
+            self._order.add(key, size)
+            self._bytes += size
+            self._written += size
+        self._evict(0, keep=key)
+        return True
+
+    def drop(self, key: str) -> None:
+        """Nobody finds it any more.  (On a disk that refuses to remove it, until the shelf is opened again.)"""
+        with self._lock:
+            if key in self._order.sizes:
+                self._bytes -= self._order.sizes[key]
+                self._order.gone(key)
+        try:
+            self._disk.remove(self._path(key))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self._fail("removing", error)
+
+    def stats(self) -> ShelfStats:
+        with self._lock:
+            return ShelfStats(
+                bytes=self._bytes,
+                entries=len(self._order.sizes),
+                limit=self.limit,
+                pinned=sum(key in self._order.sizes for key in self._pinned),
+                hits=self._hits,
+                read_bytes=self._read,
+                written_bytes=self._written,
+                evictions=self._evictions,
+                refused=self._refused,
+                failures=self._failures,
+                swept=self._swept,
+                misses=dict(self._misses),
+                off=self._off,
+            )
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}{ENDING}"
+
+    def _room(self, size: int) -> bool:
+        """Evict until there is room for so many bytes; False: there cannot be."""
+        if size <= self.limit and self._evict(size) and self._disk.free(self.folder) - size >= self._reserve:
+            return True
+        with self._lock:
+            self._refused += 1
+            first = self._refused == 1
+        if first:
+            LOG.warning("%s: no room for another block; serving goes on without it", self.folder)
+        return False
+
+    def _evict(self, size: int, keep: str = "") -> bool:
+        """Take away what goes first until ``size`` more bytes fit; False: what is pinned leaves no room."""
+        while self._bytes + size > self.limit:
+            with self._lock:
+                able = (key for key in self._order.victims() if key not in self._pinned and key != keep)
+                victim = next(able, None)
+                if victim is None:
+                    return False
+                self._bytes -= self._order.sizes[victim]
+                self._order.evict(victim)
+                self._evictions += 1
+            try:
+                self._disk.remove(self._path(victim))
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self._fail("removing", error)
+                return False
+        return True
+
+    def _missed(self, key: str, why: str) -> None:
+        with self._lock:
+            self._misses[why] += 1
+        if why in ("torn", "missing"):
+            LOG.info("%s: entry %s is %s", self.folder, key, why)
+            self.drop(key)
+
+    def _bad_read(self, key: str, error: OSError) -> None:
+        with self._lock:
+            self._misses["failed"] += 1
+            self._failures += 1
+            self._bad_reads += 1
+            if key in self._order.sizes:  # never tried again, as if it were clean
+                self._bytes -= self._order.sizes[key]
+                self._order.gone(key)
+            if self._bad_reads < FAILURES or self._closed:
+                return
+            self._closed = True
+            self._off = self._off or f"reading failed: {error}"
+        LOG.warning("%s: reading failed (%s); serving goes on without this tier", self.folder, error)
+
+    def _fail(self, what: str, error: OSError) -> None:
+        with self._lock:
+            self._failures += 1
+            if self._off:
+                return
+            self._off = f"{what} failed: {error}"
+        LOG.warning("%s: %s failed (%s); serving goes on, nothing more is stored there", self.folder, what, error)
+
+
+def sweep(folder: Path, disk: Disk = DISK) -> int:
+    """Remove what writers that have died left half written; how many.  Names that are not ours stay."""
+    swept = 0
+    for each in disk.scan(folder):
+        found = leftover(folder / each.name)
+        if found is None or found.kind != "tmp" or not found.name.endswith((ENDING, ".pin")):
+            continue
+        with suppress(FileNotFoundError):
+            if not found.in_use:
+                disk.remove(found.path)
+                swept += 1
+    return swept
+
+
+def _close(disk: Disk, file: int) -> None:
+    with suppress(OSError):
+        disk.close(file)

@@ -1,0 +1,145 @@
+"""Options that say where blocks live on beyond the pool, and what ``--stats`` tells of it.
+
+No torch until a model is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from kvad.cli.common import format_bytes, parse_bytes
+from kvad.errors import UsageError, counted
+
+if TYPE_CHECKING:
+    from kvad.llm import LLM
+
+__all__ = ["TierUse", "default_tier", "tier_lines", "tier_options", "tier_use", "tiers_asked"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+_OPTIONS = (
+    click.option("--tier", type=click.Path(path_type=Path), help="A folder that keeps the prefix cache."),
+    click.option("--tier-bytes", metavar="SIZE", help="What the folder may hold [default: 4GiB]."),
+    click.option("--tier-ram", metavar="SIZE", help="Memory for blocks that the pool had to give up [default: none]."),
+    click.option("--tier-replacement", metavar="lru|arc", help="Which of its blocks goes first [default: lru]."),
+)
+
+
+def tier_options(command: Command) -> Command:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def tiers_asked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What of them was said, as fields of CacheConfig.  UsageError for a size that is none."""
+    asked: dict[str, Any] = {}
+    if options["tier"] is not None:
+        asked["tier"] = os.fspath(options["tier"])
+    if options["tier_replacement"] is not None:
+        asked["tier_replacement"] = options["tier_replacement"]
+    for name in ("tier_bytes", "tier_ram"):
+        if options[name] is not None:
+            asked[name] = _size(name, options[name])
+    return asked
+
+
+def _size(name: str, text: str) -> int:
+    flag = f"--{name.replace('_', '-')}"
+    try:
+        return parse_bytes(text)
+    except UsageError as error:
+        if text.strip().rstrip("BbKkMmGgTtIi").strip("0.") == "" and "0" in text:
+            raise UsageError(
+                f"{flag} {text}: a tier of no bytes holds nothing", "leave it out, or give it more"
+            ) from None
+        raise UsageError(f"{flag} {text}: {error.message}", error.hint) from None
+
+
+def default_tier() -> Path:
+    """Where prefixes are kept when no folder is named: the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvad" / "tier"
+
+
+# ---------------------------------------------------------------- statistics
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """Tokens of hits by place, admissions that ended early by reason, bytes copied out of and into the pool, all since
+    the model was loaded; and what the tiers hold now.  ``off``: why the folder is no longer written to, or read."""
+
+    pool_tokens: int
+    ram_tokens: int
+    disk_tokens: int
+    misses: Mapping[str, int]
+    out_bytes: int
+    into_bytes: int
+    ram_bytes: int
+    ram_blocks: int
+    ram_packed: int
+    disk_bytes: int
+    disk_blocks: int
+    disk_limit: int
+    pinned: int
+    evictions: int
+    failures: int
+    late: int
+    off: str
+
+
+def tier_use(llm: LLM) -> TierUse | None:
+    """None: the cache has no tiers."""
+    tiers, deposits = llm.engine.tiers, llm.engine.ledger.deposits
+    if tiers is None or deposits is None:
+        return None
+    stats, tokens = tiers.stats(), deposits.hits.tokens
+    misses = Counter(deposits.hits.misses)
+    return TierUse(
+        pool_tokens=llm.engine.ledger.stats().hit_tokens - tokens["ram"] - tokens["disk"],
+        ram_tokens=tokens["ram"],
+        disk_tokens=tokens["disk"],
+        misses=dict(misses),
+        out_bytes=stats.out,
+        into_bytes=stats.into,
+        ram_bytes=stats.ram.bytes,
+        ram_blocks=stats.ram.entries,
+        ram_packed=stats.ram.packed,
+        disk_bytes=stats.disk.bytes,
+        disk_blocks=stats.disk.entries,
+        disk_limit=stats.disk.limit,
+        pinned=stats.disk.pinned,
+        evictions=stats.disk.evictions + stats.ram.evictions,
+        failures=stats.disk.failures,
+        late=stats.late,
+        off=stats.disk.off,
+    )
+
+
+def tier_lines(use: TierUse | None) -> list[str]:
+    if use is None:
+        return []
+    reasons = ", ".join(f"{count} {why}" for why, count in sorted(use.misses.items())) or "none"
+    moved = f"{format_bytes(use.out_bytes)} out of the pool, {format_bytes(use.into_bytes)} into it"
+    places = f"{use.ram_tokens:,} from RAM, {use.disk_tokens:,} from disk"
+    lines = [
+        f"hits       {counted(use.pool_tokens, 'token')} from the pool, {places}; misses: {reasons}",
+        f"moved      {moved}; {counted(use.evictions, 'block')} evicted, {use.failures} failed, {use.late} late",
+    ]
+    if use.ram_blocks:
+        lines.append(
+            f"tier RAM   {counted(use.ram_blocks, 'block')}, {use.ram_packed} packed, {format_bytes(use.ram_bytes)}"
+        )
+    if use.disk_limit:
+        held = f"{format_bytes(use.disk_bytes)} of {format_bytes(use.disk_limit)}"
+        lines.append(f"tier disk  {counted(use.disk_blocks, 'block')}, {use.pinned} pinned, {held}")
+    if use.off:
+        lines.append(f"tier disk  off: {use.off}")
+    return lines
