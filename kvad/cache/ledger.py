@@ -39,6 +39,7 @@ from kvad.cache.descent import Descended, Descents, blocks_of
 from kvad.cache.seats import NEVER, Hold, Parked, Seat, in_ring, place_of
 from kvad.cache.sizing import Group
 from kvad.cache.sources import PlacedSources, Source, Sources
+from kvad.cache.standing import Laid, Standing, marks_of
 from kvad.step import Compact, Moves, Reach
 
 __all__ = ["Ledger", "LedgerStats", "Parked", "Placed", "Span"]
@@ -285,16 +286,24 @@ class Ledger:
         holds = tuple((len(hold.blocks), hold.gap, hold.dropped, hold.cut) for hold in seat.holds)
         below = tuple((len(each.blocks), each.used) for each in seat.below)
         self.release(row)
-        return Parked(key, seat.length, holds, below)
+        return Parked(key, seat.length, holds, below, seat.floor)
 
-    def wake(self, row: int, parked: Parked) -> bool:
-        """Seat a parked row where it stood; False, and no change: there is no room now."""
+    def wake(self, row: int, parked: Parked, tokens: Sequence[int] = (), root: bytes | None = None) -> bool:
+        """Seat a parked row where it stood; False, and no change: there is no room now.
+
+        ``tokens``: the row's, under ``root``: its full blocks are published when it has gone on, where that is done.
+        """
         assert self._seats[row] is None, f"seat {row} is taken"
         counts = [count for count, *_ in (*parked.holds, *parked.below)]
         if any(count > pool.available for count, pool in zip(counts, self.pools, strict=False)):
             return False
-        seat = Seat(len(self.own), len(self.below), None)
+        publishes = self.prefix and not parked.floor
+        begin = self._prefixes.root(root) if publishes and root is not None else None
+        seat = Seat(len(self.own), len(self.below), begin)
         seat.length = seat.reach = parked.length
+        seat.floor = parked.floor
+        if seat.tip is not None:
+            seat.tail = list(tokens[: parked.length])
         for hold, pool, (count, *marks) in zip(seat.holds, self._pools, parked.holds, strict=True):
             hold.gap, hold.dropped, hold.cut = marks
             hold.blocks = [pool.take()[0] for _ in range(count)]
@@ -304,6 +313,37 @@ class Ledger:
         self._seats[row] = seat
         self._wake[row] = parked.key, tuple(tuple(hold.blocks) for hold in seat.every)
         return True
+
+    def standing(self, row: int) -> Standing | None:
+        """What the row holds, and where, for whoever reads it before the next step; None: it is not there yet."""
+        if row in self._wake:
+            return None
+        seat, groups = self._seat(row), self.own
+        holds = tuple(
+            (marks_of(group, hold, seat.length, seat.reach), hold.gap, tuple(hold.blocks))
+            for group, hold in zip(groups, seat.holds, strict=True)
+        )
+        below = tuple((each.used, tuple(each.blocks)) for each in seat.below)
+        source = seat.source
+        tokens, crossed = (None, ()) if source is None else (source.tokens, tuple(map(tuple, source.blocks)))
+        return Standing(seat.length, holds, below, tokens, crossed)
+
+    def adopt(self, length: int, laid: Sequence[Laid], below: Sequence[tuple[int, int]], *, source: bool) -> Parked:
+        """A row from elsewhere, as if it had been parked here: ``laid`` per group that takes tokens, (blocks, filled
+        slots) per level; ``source``: its source's keys and values come with it."""
+        key, self._parked = self._parked, self._parked + 1
+        holds = tuple((each.count, each.gap, each.marks.dropped, each.marks.cut) for each in laid)
+        floor = 0 if all(each.whole for each in laid) else length
+        return Parked(key, length, holds, tuple(below), floor, source)
+
+    def known(self, tokens: Sequence[int], root: bytes) -> int:
+        """How long a hit :meth:`admit` would find now."""
+        begin = self._prefixes.root(root) if self.prefix else None
+        return 0 if begin is None else len(self._chain(begin, tokens, len(tokens) - 1)) * self._sizes[0]
+
+    def waking(self, row: int) -> bool:
+        """Whether its blocks are still to come back, with the next step that is placed."""
+        return row in self._wake
 
     def forget(self, parked: Parked) -> None:
         """A parked row will not come back."""
@@ -340,6 +380,14 @@ class Ledger:
         seat.source = self._sources.attach(tokens, root)
         return None if seat.source is None else seat.source.written
 
+    def wake_source(self, row: int) -> None:
+        """The source of a row that is about to wake comes back with it, and need not be encoded.  Others do not find
+        it: it is not there before the row's next step."""
+        source, (key, blocks) = self._source(row), self._wake[row]
+        assert not source.written, "a source is written once"
+        self._wake[row] = key, (*blocks, *map(tuple, source.blocks))
+        source.written, source.name = True, None
+
     def share_source(self, row: int, child: int) -> None:
         """Give ``child``, a seated row, the source of ``row``."""
         source, seat = self._seat(row).source, self._seat(child)
@@ -373,8 +421,7 @@ class Ledger:
         moves = self._grow(slow) if slow else self._no_moves()
         if moves is None:
             return None
-        if self.lossy:
-            moves = self._with_parked(moves)
+        moves = self._with_parked(moves)
         slots: tuple[list[int], ...] = tuple([] for _ in self.own)
         tables: tuple[list[list[int]], ...] = tuple([] for _ in self.groups)
         pairs = [(where.append, table.append) for where, table in zip(slots, tables, strict=False)]
@@ -529,6 +576,8 @@ class Ledger:
 
     def _window_held(self, seat: Seat, length: int) -> bool:
         """Does every group still hold the keys that a query at position ``length`` needs?"""
+        if length < seat.floor:
+            return False
         for index, hold in enumerate(seat.holds):
             reach, size = self._reaches[index], self._sizes[index]
             needed = reach.oldest(length)

@@ -15,7 +15,7 @@ Memory must never choose: which block, which row, what to drop are the ledger's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +33,15 @@ from kvad.ops.merge import Part
 from kvad.ops.rotary import Angles, rotate_rows
 from kvad.step import Compact, Fold, Lane, Mark, Moves, Place, Reach, Rotary, Score, Step, View
 
-__all__ = ["Held", "Memory"]
+__all__ = ["Held", "Memory", "Pieces"]
+
+
+class Pieces(Protocol):
+    """A row from elsewhere, that knows how to write itself."""
+
+    def put(self, memory: Memory, blocks: Sequence[Sequence[int]]) -> None:
+        """Into these blocks per group, which changed hands."""
+        ...
 
 
 class Held(NamedTuple):
@@ -96,7 +104,7 @@ class Memory:
         self.columns = {layer: HeadColumns(group, device) for layer, group in ranked}
         choosing = [(layer, group) for group in self.groups if group.chooses is not None for layer in group.layers]
         self.bounds = {layer: Bounds(group, self.keys[layer], device) for layer, group in choosing}
-        self.parked: dict[int, list[Tensor]] = {}  # on the host, by key
+        self.parked: dict[int, list[Tensor] | Pieces] = {}  # on the host, by key
 
     def leaves(self) -> list[Tensor]:
         """Every tensor of the cache, flat: keys and values by layer, what heads keep by layer, weights of summaries,
@@ -151,7 +159,11 @@ class Memory:
         for key, blocks in moves.park:
             self.parked[key] = [each.array[each.blocks].cpu() for each in self.held(blocks)]
         for key, blocks in moves.wake:
-            for each, kept in zip(self.held(blocks), self.parked.pop(key), strict=True):
+            parked = self.parked.pop(key)
+            if not isinstance(parked, list):
+                parked.put(self, blocks)
+                continue
+            for each, kept in zip(self.held(blocks), parked, strict=True):
                 each.array[each.blocks] = kept.to(each.array.device)
         for key in moves.drop:
             self.parked.pop(key, None)
@@ -203,6 +215,11 @@ class Memory:
             blocks = torch.tensor(cut.targets, device=positions.device)
             filled = torch.arange(len(cut.targets) * group.block_size, device=positions.device)
             positions[blocks] = filled.masked_fill(filled >= cut.kept, -1).view(len(cut.targets), -1)
+
+    def clear(self, number: int, blocks: Sequence[int]) -> None:
+        """Blocks of a group that takes tokens, or a source's, change hands."""
+        positions = self.positions[number]
+        self._clear(self.groups[number], positions, torch.tensor(blocks, dtype=torch.int64, device=positions.device))
 
     def _clear(self, group: Group, positions: Tensor, blocks: Tensor) -> None:
         positions.index_fill_(0, blocks, -1)

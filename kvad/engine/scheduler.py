@@ -29,12 +29,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvad.cache.full import LimitName
-from kvad.cache.ledger import Ledger, Placed
+from kvad.cache.ledger import Ledger, Parked, Placed
 from kvad.engine.beams import BeamGroup
 from kvad.engine.lanes import Item, Lanes, fold_lanes
 from kvad.engine.limits import Limits, Promises
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
-from kvad.engine.row import DONE, IDLE, RUNNING, WAITING, Encoding, Plan, Request, Row, Usage, Work
+from kvad.engine.row import DONE, IDLE, RUNNING, WAITING, Encoding, Left, Plan, Request, Row, Usage, Work
 from kvad.errors import ConfigError, RequestError
 from kvad.step import Lane, Moves
 
@@ -86,6 +86,7 @@ class Scheduler:
         self._waiting: list[Row] = []
         self._flying: Plan | None = None
         self._pending: list[Event] = []
+        self._left: list[Left] = []
         self._arrivals = self._preemptions = self._steps = self._tokens = 0
         self._blocked = -1  # ledger.releases when an admission last failed: no sense in trying before it grows
         self._lanes = Lanes(ledger.groups)
@@ -102,8 +103,13 @@ class Scheduler:
         stop_tokens: frozenset[int] = frozenset(),
         source: Sequence[int] | None = None,
         want: str = "head",
+        parked: Parked | None = None,
+        keep: bool = False,
     ) -> Usage:
         """Queue a request; ``stop_tokens`` join those of ``sampling``.  The Usage is kept up to date until it ends.
+
+        ``parked``: what there is of the first tokens of the one row (``Ledger.adopt``); it is the caller's no more.
+        ``keep``: tell with :meth:`left` what the row leaves when it ends by itself.
 
         ``source``: what an encoder reads, known to it; ``prompt`` then begins the target, or is empty: the encoder's
         answer itself is wanted (``want``: the head's, or its states pooled by "mean" or "first"), as the one event.
@@ -128,9 +134,11 @@ class Scheduler:
                 request.beams = BeamGroup(sampling, len(prompt), limit, stops)
         if on_full == "refuse" and not answered:
             request.promised = self._promises.take(max(sampling.n, sampling.beams), max(len(prompt), limit - 1))
+        request.keep = keep
         self._requests[request_id] = request
         for sample in range(sampling.n if request.beams is None else sampling.beams):
             row = Row(request, sample, list(prompt), limit, by or "model", on_full)
+            row.parked = parked
             request.rows.append(row)
             if request.beams is not None and sample:
                 row.state = IDLE
@@ -361,7 +369,7 @@ class Scheduler:
     def _woken(self, row: Row, seat: int) -> int:
         """The length of a parked row that has its blocks again; 0: there is no room for them."""
         assert row.parked is not None
-        return row.parked.length if self.ledger.wake(seat, row.parked) else 0
+        return row.parked.length if self.ledger.wake(seat, row.parked, row.tokens, row.group.root) else 0
 
     def _idle_beams(self, row: Row) -> list[Row]:
         """Beams that take a seat with this row, the first of its search to be seated: they will be forked into it."""
@@ -378,6 +386,9 @@ class Scheduler:
                 row.encoded = True
                 return True
         known = self.ledger.attach(seat, source, row.group.root)
+        if known is False and row.parked is not None and row.parked.source:
+            self.ledger.wake_source(seat)
+            known = True
         row.encoded = known is True
         return known is not None
 
@@ -457,9 +468,12 @@ class Scheduler:
         rows = [row] if row.group.beams is None else [beam for beam in row.group.rows if beam.state == RUNNING]
         for each in rows:
             self._running.remove(each)
+            parked = False
             if self.ledger.lossy and each.computed:
-                each.parked = self.ledger.park(each.seat)
-            self._leave(each, released=each.parked is not None)
+                each.parked, parked = self.ledger.park(each.seat), True
+            elif not self.ledger.waking(each.seat):
+                each.parked = None  # it came back already, and is computed again
+            self._leave(each, released=parked)
             each.state, each.pending = WAITING, None
             insort(self._waiting, each, key=_order)
         self._unseat_idle(row.group)
@@ -553,6 +567,11 @@ class Scheduler:
                 row.encoded = True
                 self.ledger.commit_source(row.seat)
         return events
+
+    def left(self) -> list[Left]:
+        """What ended rows have left, where it was asked for; read it before the next step is run."""
+        left, self._left = self._left, []
+        return left
 
     def drain(self) -> list[Event]:
         """Events that happened outside a step.  ``settle`` tells them too."""
@@ -670,6 +689,9 @@ class Scheduler:
         tell: bool = False,
     ) -> Event:
         if row.state == RUNNING:
+            standing = self.ledger.standing(row.seat) if row.group.keep and reason in ("stop", "length") else None
+            if standing is not None and standing.length:
+                self._left.append(Left(row.request, tuple(row.tokens[: standing.length]), standing))
             self._running.remove(row)
             self._leave(row, publish=reason != "error")
         elif row in self._waiting:
