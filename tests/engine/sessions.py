@@ -1,6 +1,7 @@
 """What the tests of sessions share: a request run to its end with all of its logits, in an engine full of NaN."""
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -8,6 +9,7 @@ from kvad.cache.session import load_state, save_state
 from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
+from kvad.step import RESERVED_BLOCKS
 from tests.drive import fill_unowned
 from tests.models import VOCAB, build
 
@@ -30,11 +32,20 @@ def engine(config, *, dirty=True, dtype=torch.float64, **fields):
         del fields["source_capacity"]
     made = Engine(build(config, dtype=dtype), CacheConfig(**fields))
     if dirty:
-        other = SOURCE if config.encoder is not None else None
-        run(made, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], 30, source=other)
-        made.ledger.drop_prefixes()
-        fill_unowned(made, math.nan)
+        spoil(made)
     return made
+
+
+def spoil(engine):
+    """Every block that is free has numbers that are none, at positions that somebody might see."""
+    fill_unowned(engine, math.nan)
+    memory = engine.memory
+    for positions in memory.positions:
+        positions[RESERVED_BLOCKS:] = 1
+    for columns in memory.columns.values():
+        columns.positions[RESERVED_BLOCKS:] = 1
+    for bounds in memory.bounds.values():
+        bounds.least[RESERVED_BLOCKS:], bounds.most[RESERVED_BLOCKS:] = -99, 99
 
 
 def run(engine, tokens, most, **options):
@@ -77,3 +88,8 @@ def save(engine, state, path, history=None, **more):
 
 def load(engine, path, **more):
     return load_state(path, identity_of(engine), engine.memory, engine.keeper.home, **more)
+
+
+def moved(state, engine, **more):
+    """The same state, as if ``engine`` had read it."""
+    return replace(state, home=engine.keeper.home, **more)

@@ -1,25 +1,24 @@
 """A session goes on as if it had never stopped: in its own engine, in another one, in another layout."""
 
 import math
-from itertools import product
+from functools import cache
 
 import pytest
-import torch
 
 from kvad.cache import standing as standing_module
 from kvad.cache import state as state_module
 from kvad.engine.request import Sampling
-from kvad.errors import EntryError, RequestError
+from kvad.errors import RequestError
 from tests.drive import fill_unowned
-from tests.engine.sessions import PROMPT, SOURCE, engine, left, load, run, save, worst
-from tests.models import LIMIT, model_config, pair_config
+from tests.engine.sessions import PROMPT, SOURCE, engine, left, load, moved, run, save, worst
+from tests.models import model_config, pair_config
 
 FIRST, THEN = 12, 26  # tokens of the first turn, and of the second
 EXACT = 1e-10
 
 # name: (model, cache)
 KEPT = {
-    **{f"full {position}": (model_config(position), {}) for position in ("learned", "sinusoidal", "rope", "alibi", "t5")},
+    **{f"full {each}": (model_config(each), {}) for each in ("learned", "sinusoidal", "rope", "alibi", "t5")},
     "full partial": (model_config("rope-partial"), {}),
     "the model's own window": (model_config("rope", heads="window-mix", layers=3), {}),
     "values of another width": (model_config("alibi", heads="value-dim"), {}),
@@ -35,11 +34,11 @@ KEPT = {
     "endless alibi": (model_config("alibi"), {"policy": "window(16)", "endless": True}),
     "endless, rotate on read": (model_config("rope"), {"policy": "sinks(4, 16)", "endless": True, "rotate": "read"}),
     "heavy-hitters": (model_config("rope"), {"policy": "heavy-hitters(16, 8)"}),
-    "snapkv": (model_config("alibi"), {"policy": "snapkv(16, 8, 4)"}),
+    "snapkv": (model_config("alibi"), {"policy": "snapkv(16, 8, 4, 0, 4)"}),
     "heavy-hitters, rotate on read": (model_config("rope"), {"policy": "heavy-hitters(16, 8)", "rotate": "read"}),
     "norm": (model_config("t5"), {"policy": "norm(16, 8)"}),
     "hierarchy": (model_config("rope"), {"policy": "hierarchy(12, packed=8, summaries=8, ratio=2, every=8)"}),
-    "hierarchy, sinks": (model_config("rope"), {"policy": "hierarchy(12, packed=0, summaries=40, ratio=4, every=8, sinks=4)"}),
+    "hierarchy, sinks": (model_config("rope"), {"policy": "hierarchy(12, 0, summaries=40, ratio=4, every=8, sinks=4)"}),
     "hierarchy alibi, packed": (model_config("alibi"), {"policy": "hierarchy(8, every=8)"}),
     "quest": (model_config("rope"), {"policy": "quest(12)"}),
     "int8": (model_config("rope"), {"keys": "int8", "values": "int8"}),
@@ -71,8 +70,10 @@ def stays(name):
     return not any(word in name for word in BLOCKWISE)
 
 
-def whole(config, fields):
+@cache
+def whole(name):
     """What is said without a stop: (tokens, log-probabilities)."""
+    config, fields = KEPT[name]
     most = FIRST + THEN + (60 if fields.get("endless") else 0)
     _, tokens, scores = run(engine(config, **fields), PROMPT, most, source=source_of(config))
     return tokens, scores
@@ -82,7 +83,7 @@ def whole(config, fields):
 def test_what_is_restored_goes_on_as_if_it_had_not_stopped(name, tmp_path):
     config, fields = KEPT[name]
     source = source_of(config)
-    tokens, scores = whole(config, fields)
+    tokens, scores = whole(name)
     first = engine(config, **fields)
     said, state = left(first, PROMPT, FIRST, source=source)
     assert said == tokens[:FIRST] and state.length == len(PROMPT) + FIRST - 1
@@ -98,18 +99,17 @@ def test_what_is_restored_goes_on_as_if_it_had_not_stopped(name, tmp_path):
         assert worst(found, scores[FIRST:]) <= EXACT, way
 
 
-@pytest.mark.parametrize("name", ["window", "sinks", "the model's own window", "endless", "rotate on read, sinks"])
-@pytest.mark.parametrize(("there", "here"), list(product(WAYS, WAYS)))
-def test_every_layout_takes_from_every_other(name, there, here):
+@pytest.mark.parametrize("name", ["sinks", "the model's own window", "rotate on read, sinks"])
+@pytest.mark.parametrize("there", WAYS)
+def test_every_layout_takes_from_every_other(name, there):
     config, fields = KEPT[name]
-    tokens, scores = whole(config, fields)
-    first = engine(config, **{**fields, **WAYS[there]})
-    said, state = left(first, PROMPT, FIRST)
-    other = engine(config, **{**fields, **WAYS[here]})
-    moved = state_module.State(**{**vars(state), "home": other.keeper.home})
-    request, then, found = run(other, PROMPT + said, len(tokens) - FIRST, resume=moved)
-    assert other.usage(request).cached == state.length
-    assert then == tokens[FIRST:] and worst(found, scores[FIRST:]) <= EXACT
+    tokens, scores = whole(name)
+    said, state = left(engine(config, **{**fields, **WAYS[there]}), PROMPT, FIRST)
+    for here in WAYS.values():
+        other = engine(config, **{**fields, **here})
+        request, then, found = run(other, PROMPT + said, 12, resume=moved(state, other))
+        assert other.usage(request).cached == state.length
+        assert then == tokens[FIRST : FIRST + 12] and worst(found, scores[FIRST : FIRST + 12]) <= EXACT
 
 
 def test_turn_after_turn(tmp_path):
@@ -117,7 +117,7 @@ def test_turn_after_turn(tmp_path):
     for name in ("sinks", "heavy-hitters", "hierarchy", "translating"):
         config, fields = KEPT[name]
         source = source_of(config)
-        tokens, _ = whole(config, fields)
+        tokens, _ = whole(name)
         said, loaded = [], None
         for turn in range(10):
             more = list(WAYS.values())[turn % len(WAYS)] if stays(name) else {}
@@ -173,7 +173,8 @@ def test_a_window_serves_what_it_still_holds(name, way):
         served.add(usage.cached > 0)
         _, right, scores = run(engine(config, dirty=False, **fields), prompt, 3)
         assert then == right and worst(found, scores) <= EXACT
-    assert served == {True, False} or way == "contiguous"
+    assert True in served
+    assert False in served or way not in ("the same blocks", "smaller blocks")  # large ones hold more than they need
 
 
 @pytest.mark.parametrize("name", ["heavy-hitters", "hierarchy"])
@@ -194,12 +195,12 @@ def test_of_restored_blocks_others_find_the_prefix():
     first = engine(config)
     said, state = left(first, PROMPT, FIRST)
     other = engine(config)
-    moved = state_module.State(**{**vars(state), "home": other.keeper.home})
-    run(other, PROMPT + said, 3, resume=moved)
+    taken = moved(state, other)
+    run(other, PROMPT + said, 3, resume=taken)
     request, then, _ = run(other, [*PROMPT, 5, 6], 4)
     assert other.usage(request).cached == 28  # seven blocks of four
     assert then == run(engine(config, dirty=False), [*PROMPT, 5, 6], 4)[1]
-    request, _, _ = run(other, PROMPT + said, 3, resume=moved)
+    request, _, _ = run(other, PROMPT + said, 3, resume=taken)
     assert other.usage(request).cached == 40  # what is there is not copied in again
     assert not other.memory.parked
 
@@ -210,11 +211,10 @@ def test_blocks_with_holes_are_nobody_elses(name):
     config, fields = KEPT[name]
     said, state = left(engine(config, **fields, layout="contiguous"), PROMPT, FIRST)
     other = engine(config, **{**fields, "block_size": 16})
-    moved = state_module.State(**{**vars(state), "home": other.keeper.home})
-    _, more, _ = run(other, PROMPT + said, 20, resume=moved)
+    _, more, _ = run(other, PROMPT + said, 20, resume=moved(state, other))
     every = PROMPT + said + more
     for cut in range(16, len(every), 5):
-        request, then, found = run(other, [*every[:cut], 66], 3)
+        _, then, found = run(other, [*every[:cut], 66], 3)
         _, right, scores = run(engine(config, dirty=False, **fields), [*every[:cut], 66], 3)
         assert then == right and worst(found, scores) <= EXACT, cut
 
@@ -227,7 +227,7 @@ def test_beside_others_in_a_pool_that_is_too_small(name):
     """Rows preempt one another; whoever resumed says what it would say alone."""
     config, fields = KEPT[name]
     source = source_of(config)
-    tokens, _ = whole(config, fields)
+    tokens, _ = whole(name)
     fields = {**fields, "rows": 3}
     if name in ("full rope", "translating"):
         fields["blocks"] = 34
@@ -301,6 +301,8 @@ def test_misses_say_why():
     said, state = left(made, PROMPT, 3)
     request, _, _ = run(made, PROMPT + said, 60, resume=state)
     assert (made.usage(request).cached, made.usage(request).missed[:8]) == (0, "regime: ")
+    made = engine(model_config("rope"))
+    said, state = left(made, PROMPT, 3)
     request, _, _ = run(made, PROMPT + said, 3, resume=state, salt="b")
     assert made.usage(request).missed == "salt: b here, none there"
     request, _, _ = run(made, [66, *PROMPT], 3, resume=state)
@@ -317,24 +319,29 @@ def test_misses_say_why():
 # ---------------------------------------------------------------- broken on purpose
 
 
+def same(made, prompt, state, tokens, scores):
+    _, then, found = run(made, prompt, THEN, resume=state)
+    assert tokens is None or then == tokens[FIRST : FIRST + THEN]
+    assert scores is None or worst(found, scores[FIRST : FIRST + THEN]) <= EXACT
+
+
 def test_a_gap_that_is_forgotten_is_heard(monkeypatch):
     config, fields = KEPT["sinks"]
-    tokens, _ = whole(config, fields)
+    tokens, _ = whole("sinks")
     made = engine(config, **fields)
     said, state = left(made, PROMPT, FIRST)
     real = standing_module.lay
     monkeypatch.setattr(state_module, "lay", lambda *args: real(*args)._replace(gap=0))
+    made.ledger.drop_prefixes()
     with pytest.raises((AssertionError, IndexError)):
-        made.ledger.drop_prefixes()
-        _, then, _ = run(made, PROMPT + said, THEN, resume=state)
-        assert then == tokens[FIRST : FIRST + THEN]
+        same(made, PROMPT + said, state, tokens, None)
 
 
 @pytest.mark.parametrize("kind", ["keys", "headcolumns", "positions", "weights"])
 def test_an_array_that_is_forgotten_is_heard(kind, monkeypatch):
     name = {"headcolumns": "heavy-hitters, rotate on read", "weights": "hierarchy, sinks"}.get(kind, "sinks")
     config, fields = KEPT[name]
-    _, scores = whole(config, fields)
+    _, scores = whole(name)
     made = engine(config, **fields)
     said, state = left(made, PROMPT, FIRST)
     made.ledger.drop_prefixes()
@@ -346,8 +353,7 @@ def test_an_array_that_is_forgotten_is_heard(kind, monkeypatch):
 
     monkeypatch.setattr(state_module.Laid, "_put", forgetful)
     with pytest.raises(AssertionError):
-        _, _, found = run(made, PROMPT + said, THEN, resume=state)
-        assert worst(found, scores[FIRST : FIRST + THEN]) <= EXACT
+        same(made, PROMPT + said, state, None, scores)
 
 
 def test_keys_of_a_new_engine_are_turned_back_before_they_are_summed_up(monkeypatch):
@@ -356,14 +362,8 @@ def test_keys_of_a_new_engine_are_turned_back_before_they_are_summed_up(monkeypa
     first = engine(config, **fields)
     said, state = left(first, PROMPT[:28], 13)  # 40 tokens: it descends next
     assert state.length == 40 and state.rotaries
-    _, right, scores = run(engine(config, **fields), PROMPT[:28] + said, 20)
+    _, _, scores = run(engine(config, **fields), PROMPT[:28] + said, 20)
     for rotaries, fine in ((state.rotaries, True), ({}, False)):
         other = engine(config, dirty=False, **fields)
-        moved = state_module.State(**{**vars(state), "home": other.keeper.home, "rotaries": rotaries})
-        _, then, found = run(other, PROMPT[:28] + said, 20, resume=moved)
+        _, _, found = run(other, PROMPT[:28] + said, 20, resume=moved(state, other, rotaries=rotaries))
         assert (worst(found, scores) <= EXACT) == fine
-
-
-def test_the_cases_reach_what_they_are_for():
-    assert LIMIT == 96 and len(PROMPT) + FIRST + THEN < LIMIT
-    assert torch.float64 and issubclass(EntryError, Exception)
