@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +21,8 @@ from kvad.cache.disk import DISK, Disk
 from kvad.cache.entry import Header, open_entry, read_header
 from kvad.errors import EntryError, UsageError
 
-__all__ = ["KIND", "SUFFIX", "VARIABLE", "Found", "default_folder", "examined", "is_name", "listed", "named", "sweep"]
+__all__ = ["KIND", "SUFFIX", "VARIABLE", "Found", "default_folder", "examined", "history", "is_folder", "is_name"]
+__all__ += ["listed", "named", "sweep"]
 
 KIND, SUFFIX = "session", ".session"
 VARIABLE = "KVAD_SESSIONS"
@@ -61,6 +64,14 @@ def named(name: str, folder: Path) -> Path:
     return path
 
 
+def is_folder(folder: Path) -> bool:
+    """Whether this is a folder of sessions, or of what their writers left: no checkpoint, and one of them is in it."""
+    if not folder.is_dir() or (folder / "config.json").exists():
+        return False
+    left = any(each.name.endswith(SUFFIX) for each in leftovers(folder))
+    return left or any(path.suffix == SUFFIX for path in folder.iterdir())
+
+
 def listed(folder: Path, disk: Disk = DISK) -> Iterator[Found]:
     """The sessions of a folder, by name, whose headers alone are read; none where there is no folder."""
     for path in sorted(folder.glob(f"*{SUFFIX}")) if folder.is_dir() else []:
@@ -76,6 +87,15 @@ def examined(folder: Path, disk: Disk = DISK) -> Iterator[Found]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not path.name.startswith(".") and not path.is_dir():
             yield _looked(path, disk, whole=True)
+
+
+def history(path: Path, last: int, disk: Disk = DISK) -> list[int]:
+    """The last tokens of a session.  EntryError, OSError: as the file or the disk says it."""
+    with open_entry(path, disk) as entry:
+        every = array("q", bytes(entry.read("history")))
+    if sys.byteorder == "big":
+        every.byteswap()
+    return every[-last:].tolist() if last else []
 
 
 def sweep(folder: Path, disk: Disk = DISK) -> int:

@@ -41,9 +41,9 @@ class _Turn(NamedTuple):
 class Session:
     """Make it with ``LLM.session``.  For one thread.
 
-    ``tokens``: all of its text; ``source``: what an encoder-decoder's answers; ``turns``: of a chat, kept as they are
-    given.  Of the last turn: ``reused``, tokens that needed no computing, and ``missed``, why what was kept was of no
-    use.  ``restored``: tokens whose keys and values the file had.  ``seed``: of the last turn, the next one's default.
+    ``tokens``: all of its text; ``source``: what an encoder-decoder's answers.  Of the last turn: ``reused``, tokens
+    that needed no computing, and ``missed``, why what was kept was of no use.  ``restored``: tokens whose keys and
+    values the file had.  ``seed``: of the last turn, the next one's default.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Session:
         self.path, self.name = path, name
         self.tokens: list[int] = []
         self.source: list[int] | None = None
-        self.turns: list[Mapping[str, Any]] = []
         self.reused = self.restored = self.seed = 0
         self.missed = ""
         self.created = _now()
@@ -100,6 +99,13 @@ class Session:
         """Go on from ``tokens``, the whole text: what of it the session has is reused, the rest of the session is
         forgotten.  For chats, whose template writes the text anew at each turn."""
         return self._streamed(list(tokens), self.source, sampling, options)
+
+    def read(self, text: Prompt, *, source: Prompt | None = None) -> None:
+        """Add ``text`` without going on from it: all but its last token is computed, which a continuation needs."""
+        tokens, read = self._prompt(text, source)
+        if len(tokens) > 1:
+            self._state, (self.reused, self.missed) = self._computed(tokens[:-1], read)
+        self.tokens, self.source = tokens, read
 
     def _streamed(
         self, tokens: list[int], source: list[int] | None, sampling: Sampling | None, options: Mapping[str, Any]
@@ -160,8 +166,8 @@ class Session:
         said, state = loaded.said, loaded.state
         self.tokens, self._state, self.restored = list(loaded.history), state, state.length
         self.source = None if state.source is None else list(state.source)
-        self.turns, self.seed = list(said.get("turns", ())), int(said.get("seed", 0))
-        self.created, self.reused, self.missed = str(said.get("created", self.created)), 0, ""
+        self.seed, self.created = int(said.get("seed", 0)), str(said.get("created", self.created))
+        self.reused, self.missed = 0, ""
 
     # ------------------------------------------------------------ inside
 
@@ -183,7 +189,6 @@ class Session:
             "saved": _now(),
             "kvad": __version__,
             "seed": self.seed,
-            "turns": self.turns,
             "cache": {each: getattr(cache, each) for each in (*asked, "layout", "block_size", "capacity")},
         }
 
@@ -235,11 +240,15 @@ class Session:
         held = state.length if state is not None and agreeing(state, self.tokens) == state.length else 0
         if state is not None and held and (held >= len(self.tokens) - 1 or not self._engine.ledger.prefix):
             return state
-        ticket = self._queue(self.tokens, self.source, Sampling(max_tokens=0), keep=True)
+        return self._computed(self.tokens, self.source)[0]
+
+    def _computed(self, tokens: Sequence[int], source: Sequence[int] | None) -> tuple[State, tuple[int, str]]:
+        """The state of these tokens, and what of it was there already."""
+        ticket = self._queue(tokens, source, Sampling(max_tokens=0), keep=True)
         try:
             for _ in ticket.pieces():
                 pass
-            return self._desk.kept(ticket.request)
+            return self._desk.kept(ticket.request), (ticket.usage.cached, ticket.usage.missed)
         finally:
             self._desk.drop([ticket])
 
