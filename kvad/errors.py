@@ -89,7 +89,7 @@ class ChatTemplateError(UsageError):
 
 class EntryError(UsageError):
     """``why``: "missing" (there is none), "torn" (it was damaged or cut), "alien" (not a file of ours, or of another
-    version), "other" (it belongs to another model, or to another way of keeping things)."""
+    version), "other" (it belongs to another model, or another way of keeping things), "unread" (the disk refused)."""
 
     def __init__(self, message: str, hint: str = "", *, why: str = "torn") -> None:
         super().__init__(message, hint)

@@ -27,6 +27,7 @@ from torch import Tensor
 from kvad.cache.formats import FORMATS
 from kvad.cache.full import with_endless
 from kvad.cache.planning import available_bytes, plan_memory, require
+from kvad.cache.sessions import default_folder, named, sweep
 from kvad.cache.sizing import CacheConfig
 from kvad.checkpoint.compressor import load_compressor
 from kvad.checkpoint.generation import Generation
@@ -38,6 +39,7 @@ from kvad.engine.completion import Completion, TextScore
 from kvad.engine.desk import Desk, Ticket
 from kvad.engine.engine import Engine, Piece
 from kvad.engine.request import SAMPLED, SEARCHED, SINGLE, Sampling, TokenScore
+from kvad.engine.session import Session
 from kvad.engine.texts import Prompt, Texts, one_or_many
 from kvad.engine.trace import Trace, trace
 from kvad.errors import ConfigError, RequestError, UsageError, nearest
@@ -45,6 +47,7 @@ from kvad.model.compress import Compressor
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
+from kvad.text.chat import template_fingerprint
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["LLM"]
@@ -66,7 +69,10 @@ class LLM:
         deterministic: bool = False,
         compressor: Compressor | None = None,
         park_dir: str | Path | None = None,
+        name: str = "",
+        template: str = "",
     ) -> None:
+        self.name, self.template = name, template  # what sessions say of it; the chat template's fingerprint
         self.model, self.tokenizer, self.cache = model.eval(), tokenizer, cache
         self.generation = Generation() if generation is None else generation
         ends = frozenset(self.generation.stops)
@@ -143,6 +149,8 @@ class LLM:
             deterministic=deterministic,
             compressor=learned,
             park_dir=park_dir,
+            name=str(path),
+            template=template_fingerprint(opened.path),
         )
 
     # ------------------------------------------------------------ text out
@@ -194,6 +202,31 @@ class LLM:
             yield from ticket.pieces()
         finally:
             self._desk.drop([ticket])
+
+    def session(self, name: str | Path | None = None, folder: str | Path | None = None) -> Session:
+        """A text that goes on from turn to turn, and from process to process (``engine/session.py``).
+
+        ``name``: of a session in ``folder`` (default: ``KVAD_SESSIONS``, else the user's data folder), or a file as a
+        Path; where there is one it is loaded, and what dead writers left there is removed.  None: of this process only.
+        UsageError for what is no name; EntryError for a file that is damaged or belongs to another model or cache.
+        """
+        self._desk.alive()
+        path = None
+        if isinstance(name, Path):
+            path = name
+        elif name is not None:
+            path = named(name, Path(folder) if folder is not None else default_folder())
+            sweep(path.parent)
+        said = name if isinstance(name, str) else "" if path is None else path.stem
+        session = Session(
+            self._desk, self.texts, self._chosen, path=path, name=said, model=self.name, template=self.template
+        )
+        if path is not None and path.exists():
+            session.load()
+        return session
+
+    def _chosen(self, sampling: Sampling | None, options: dict[str, Any]) -> Sampling:
+        return _chosen(sampling, options, self.generation)
 
     # ------------------------------------------------------------ numbers out
 

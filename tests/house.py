@@ -81,6 +81,8 @@ WITHOUT_TORCH = [
     "kvad.cache.peak",
     "kvad.cache.scratch",
     "kvad.cache.sources",
+    "kvad.cache.sessions",
+    "kvad.cache.standing",
     "kvad.cache.weights",
     "kvad.cache.available",
     "kvad.engine.costs",

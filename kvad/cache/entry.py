@@ -153,11 +153,12 @@ class Entry:
 
     def _header(self) -> Header:
         size = self._disk.size(self._file)
-        start = self._bytes(0, _PREFIX)
-        if start[: len(MAGIC)] != MAGIC:
-            ours = start[: len(MAGIC) - 2] == MAGIC[:-2]
+        begun = self._bytes(0, min(size, len(MAGIC)))
+        if not MAGIC.startswith(begun):  # however short: what is not ours is not torn
+            ours = begun[: len(MAGIC) - 2] == MAGIC[:-2]
             what = "it was written by another version of kvad" if ours else "it is not a file of kvad's cache"
             raise EntryError(f"{self.path}: {what}", "it is left as it is", why="alien")
+        start = self._bytes(0, _PREFIX)
         (length,) = _SIZE.unpack(start[len(MAGIC) : len(MAGIC) + _SIZE.size])
         if length > min(LONGEST_HEADER, size - _PREFIX - len(END)):
             raise self._torn("its header is cut")

@@ -42,6 +42,7 @@ from kvad.cache.policy import Spilled
 from kvad.cache.seats import NEVER, Hold, Known, Parked, Seat, in_ring, place_of
 from kvad.cache.sizing import Group
 from kvad.cache.sources import PlacedSources, Source, Sources
+from kvad.cache.standing import Laid, Standing, marks_of
 from kvad.step import Compact, Moves, Reach
 
 __all__ = ["Ledger", "LedgerStats", "Parked", "Placed", "Span"]
@@ -397,7 +398,7 @@ class Ledger:
         below = tuple((len(each.blocks), each.used) for each in seat.below)
         known = None if seat.root is None else Known(seat.root, seat.tip, tuple(seat.tail), self._epoch)
         self.release(row)
-        return Parked(key, seat.length, holds, below, known)
+        return Parked(key, seat.length, holds, below, known, seat.floor)
 
     def wake(self, row: int, parked: Parked) -> bool:
         """Seat a parked row where it stood; False, and no change: there is no room now."""
@@ -410,6 +411,7 @@ class Ledger:
         if known is not None:
             seat.tip, seat.tail, seat.again = known.tip, list(known.tail), True
         seat.length = seat.reach = parked.length
+        seat.floor = parked.floor
         for hold, pool, (count, *marks) in zip(seat.holds, self._pools, parked.holds, strict=True):
             hold.gap, hold.dropped, hold.cut = marks
             hold.blocks = [pool.take()[0] for _ in range(count)]
@@ -419,6 +421,40 @@ class Ledger:
         self._seats[row] = seat
         self._wake[row] = parked.key, tuple(tuple(hold.blocks) for hold in seat.every)
         return True
+
+    def standing(self, row: int) -> Standing | None:
+        """What the row holds, and where, for whoever reads it before the next step; None: it is not there yet."""
+        if row in self._wake:
+            return None
+        seat, groups = self._seat(row), self.own
+        holds = tuple(
+            (marks_of(group, hold, seat.length, seat.reach), hold.gap, tuple(hold.blocks))
+            for group, hold in zip(groups, seat.holds, strict=True)
+        )
+        below = tuple((each.used, tuple(each.blocks)) for each in seat.below)
+        source = seat.source
+        tokens, crossed = (None, ()) if source is None else (source.tokens, tuple(map(tuple, source.blocks)))
+        return Standing(seat.length, holds, below, tokens, crossed)
+
+    def adopt(
+        self,
+        tokens: Sequence[int],
+        root: bytes,
+        laid: Sequence[Laid],
+        below: Sequence[tuple[int, int]],
+        *,
+        source: bool,
+    ) -> Parked:
+        """A row of these ``tokens`` from elsewhere, as if it had been parked here: ``laid`` per group that takes
+        tokens, (blocks, filled slots) per level; ``source``: its source's keys and values come with it.  Its full
+        blocks are published under ``root`` when it has gone on, where that is done."""
+        key, self._parked = self._parked, self._parked + 1
+        length = len(tokens)
+        holds = tuple((each.count, each.gap, each.marks.dropped, each.marks.cut) for each in laid)
+        floor = 0 if all(each.whole for each in laid) else length
+        begin = self._prefixes.root(root) if self.prefix and not floor else None
+        known = None if begin is None else Known(begin, begin, tuple(tokens), self._epoch)
+        return Parked(key, length, holds, tuple(below), known, floor, source)
 
     def forget(self, parked: Parked) -> None:
         """A parked row will not come back."""
@@ -491,6 +527,14 @@ class Ledger:
         assert seat.source is None, f"row {row} has a source"
         seat.source = self._sources.attach(tokens, root)
         return None if seat.source is None else seat.source.written
+
+    def wake_source(self, row: int) -> None:
+        """The source of a row that is about to wake comes back with it, and need not be encoded.  Others do not find
+        it: it is not there before the row's next step."""
+        source, (key, blocks) = self._source(row), self._wake[row]
+        assert not source.written, "a source is written once"
+        self._wake[row] = key, (*blocks, *map(tuple, source.blocks))
+        source.written, source.name = True, None
 
     def share_source(self, row: int, child: int) -> None:
         """Give ``child``, a seated row, the source of ``row``."""
@@ -695,6 +739,8 @@ class Ledger:
 
     def _window_held(self, seat: Seat, length: int) -> bool:
         """Does every group still hold the keys that a query at position ``length`` needs?"""
+        if length < seat.floor:
+            return False
         for index, hold in enumerate(seat.holds):
             reach, size = self._reaches[index], self._sizes[index]
             needed = reach.oldest(length)

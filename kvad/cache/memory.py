@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,7 +38,15 @@ from kvad.ops.merge import Part
 from kvad.ops.rotary import Angles, rotate_rows
 from kvad.step import Compact, Fold, Lane, Mark, Moves, Place, Reach, Rotary, Score, Step, View
 
-__all__ = ["Held", "Memory"]
+__all__ = ["Held", "Memory", "Pieces"]
+
+
+class Pieces(Protocol):
+    """A row from elsewhere, that knows how to write itself."""
+
+    def put(self, memory: Memory, blocks: Sequence[Sequence[int]]) -> None:
+        """Into these blocks per group, which changed hands."""
+        ...
 
 
 class Held(NamedTuple):
@@ -104,7 +112,7 @@ class Memory:
         self.columns = {layer: HeadColumns(group, device) for layer, group in ranked}
         choosing = [(layer, group) for group in self.groups if group.chooses is not None for layer in group.layers]
         self.bounds = {layer: Bounds(group, self.keys[layer], device) for layer, group in choosing}
-        self.parked: dict[int, list[Tensor]] = {}  # on the host, by key; on a GPU: when copier.arrived
+        self.parked: dict[int, list[Tensor] | Pieces] = {}  # on the host, by key; on a GPU: when copier.arrived
         self.copier = Copier(torch.device(device))
         self.tiers: Host | None = None  # who takes blocks that are copied out, and lends those that come in
 
@@ -166,7 +174,11 @@ class Memory:
         for key, blocks in moves.park:
             self.parked[key] = self.copier.out(key, self.held(blocks))
         for key, blocks in moves.wake:
-            self.copier.back(key, self.held(blocks), self.parked.pop(key))
+            parked = self.parked.pop(key)
+            if isinstance(parked, list):
+                self.copier.back(key, self.held(blocks), parked)
+            else:
+                parked.put(self, blocks)
         for key in moves.drop:
             self.parked.pop(key, None)
 
@@ -225,6 +237,11 @@ class Memory:
             blocks = torch.tensor(cut.targets, device=positions.device)
             filled = torch.arange(len(cut.targets) * group.block_size, device=positions.device)
             positions[blocks] = filled.masked_fill(filled >= cut.kept, -1).view(len(cut.targets), -1)
+
+    def clear(self, number: int, blocks: Sequence[int]) -> None:
+        """Blocks of a group that takes tokens, or a source's, change hands."""
+        positions = self.positions[number]
+        self._clear(self.groups[number], positions, torch.tensor(blocks, dtype=torch.int64, device=positions.device))
 
     def _clear(self, group: Group, positions: Tensor, blocks: Tensor) -> None:
         positions.index_fill_(0, blocks, -1)

@@ -146,14 +146,16 @@ class Parking:
             self._rows[key] = _Row(nbytes, order, needed)
 
     def state(self, key: int) -> State:
-        return self._rows[key].state
+        """Of a row that was not parked but came from elsewhere: it is here."""
+        return self._rows[key].state if key in self._rows else "here"
 
     def fault(self, key: int) -> str:
         """Why a row is lost."""
         return self._rows[key].fault
 
     def nbytes(self, key: int) -> int:
-        return self._rows[key].nbytes
+        """In this parking; 0 of a row that came from elsewhere."""
+        return self._rows[key].nbytes if key in self._rows else 0
 
     def fetch(self, key: int) -> None:
         """Have a row in memory soon: it is the next one that is wanted."""

@@ -51,22 +51,38 @@ class Known(NamedTuple):
 class Parked(NamedTuple):
     """A row that gave its blocks back and will have them again: ``key`` names what the device copied out.  Per group
     that takes tokens: (blocks, gap, dropped, cut); per level below: (blocks, used).  ``known`` None: it will publish
-    nothing."""
+    nothing; ``floor``: as of :class:`Seat`; ``source``: that of cross-attention was copied, too."""
 
     key: int
     length: int
     holds: tuple[tuple[int, int, int, int], ...]
     below: tuple[tuple[int, int], ...]
     known: Known | None = None
+    floor: int = 0
+    source: bool = False
 
 
 class Seat:
     """One row.  ``length``: committed tokens.  ``tip``, ``tail``: the last full block's Prefix and the tokens after
     it (tip None: this row publishes nothing).  ``reach``: the end of the furthest write, committed or not.  One token
     at a position in ``since .. fast - 1`` is written at ``position + base`` in every group, with nothing else to do.
-    ``again``: it was woken, and what it had published is to be found in its new blocks, once they are filled."""
+    ``again``: it was woken, and what it had published is to be found in its new blocks, once they are filled;
+    ``floor``: blocks have holes that only queries from there on do not look into (a row from elsewhere)."""
 
-    __slots__ = ("again", "below", "fast", "holds", "length", "reach", "root", "since", "source", "tail", "tip")
+    __slots__ = (
+        "again",
+        "below",
+        "fast",
+        "floor",
+        "holds",
+        "length",
+        "reach",
+        "root",
+        "since",
+        "source",
+        "tail",
+        "tip",
+    )
 
     def __init__(self, num_groups: int, num_levels: int, root: Prefix | None) -> None:
         self.source: Source | None = None
@@ -81,7 +97,7 @@ class Seat:
         return *self.holds, *self.below
 
     def restart(self) -> None:
-        self.length = self.reach = self.fast = 0
+        self.length = self.reach = self.fast = self.floor = 0
         self.since = NEVER
         self.again = False
         self.tip = self.root

@@ -1,21 +1,24 @@
 """``kvad chat MODEL``: a conversation in the model's own chat template, or, without one, one growing text.
 
-Either way (``dialogue.py``) a turn begins with the tokens of the last one and finds them in the prefix cache.  Lines
-from a pipe work like lines from a keyboard.
+Either way (``dialogue.py``) a turn begins with the tokens of the last one and finds them in the cache: in its prefixes,
+or, where a policy or a layout has none, in what the last turn left.  What is saved has its keys and values with it.
+Lines from a pipe work like lines from a keyboard.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import model_argument
+from kvad.cache.entry import read_header
+from kvad.cache.sessions import SUFFIX, default_folder, is_name, named
+from kvad.cli.common import format_bytes, model_argument
 from kvad.cli.dialogue import Dialogue, Turn, dialogue_of, kept_ids
 from kvad.cli.generate import note_empty
 from kvad.cli.lines import look
@@ -31,10 +34,12 @@ from kvad.cli.running import (
     stats_lines,
 )
 from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
-from kvad.errors import DataError, KvadError, RequestError, UsageError, counted, nearest
+from kvad.cli.session import sessions_option
+from kvad.errors import DataError, EntryError, KvadError, RequestError, UsageError, counted, nearest
 
 if TYPE_CHECKING:
     from kvad.cache.full import LimitName
+    from kvad.engine.engine import Piece
     from kvad.engine.request import Sampling
     from kvad.llm import LLM
 
@@ -45,8 +50,9 @@ What you type is your turn.  In a plain continuation chat, end a line with \\ to
 /stats       speed of the last reply, and what the cache did
 /kv          the cache now: blocks in use, kept for reuse and free; tokens of this chat; prefix hits
 /undo        take back the last turn
-/save FILE   write the chat as JSON
-/load FILE   go on with a saved chat
+/save NAME   keep the chat and what the cache holds of it, as a session (kvad session list)
+/save FILE   write the chat as JSON (a path, or a name that ends with .json), and beside it what the cache holds
+/load NAME   or FILE: go on with a saved chat, without computing it again
 /quit        leave (or Ctrl-D); Ctrl-C stops a reply"""
 COMMANDS = ("/help", "/stats", "/kv", "/save", "/load", "/undo", "/quit")
 FORMAT = 1
@@ -56,6 +62,7 @@ FORMAT = 1
 @model_argument
 @sampling_options
 @cache_options
+@sessions_option
 @click.option("--system", metavar="TEXT", help="What the model is told first, in its chat template.")
 def chat(model: Path, **options: Any) -> None:
     """Talk with a model, in its chat template; without one it continues one growing text.  /help lists what else can be
@@ -75,7 +82,7 @@ def chat(model: Path, **options: Any) -> None:
             raise RequestError("this model came without a tokenizer", "kvad generate --ids speaks in token ids")
         dialogue = dialogue_of(opened.path, llm.tokenizer, options["system"])
         sampling = choose_sampling(llm, given, options["bad_word"], endless=options["endless"])
-        talk = _Chat(llm, sampling, dialogue)
+        talk = _Chat(llm, sampling, dialogue, options["sessions"] or default_folder())
         for line in _lines():
             try:
                 if not talk.take(line):
@@ -117,9 +124,10 @@ def _piped() -> Iterator[str]:
 class _Chat:
     """The turns so far, and what every command does with them."""
 
-    def __init__(self, llm: LLM, sampling: Sampling, dialogue: Dialogue) -> None:
+    def __init__(self, llm: LLM, sampling: Sampling, dialogue: Dialogue, folder: Path) -> None:
         assert llm.tokenizer is not None
         self.llm, self.tokenizer, self.sampling, self.dialogue = llm, llm.tokenizer, sampling, dialogue
+        self.folder, self.session = folder, llm.session()
         self.turns: list[Turn] = []
         self.last: RunStats | None = None
 
@@ -143,11 +151,11 @@ class _Chat:
         if name not in COMMANDS:
             raise UsageError(f"no such command {name}", nearest(name, COMMANDS))
         if (name in ("/save", "/load")) != bool(path):
-            raise UsageError(f"{name} needs a file" if not path else f"{name} takes nothing after it")
+            raise UsageError(f"{name} needs a name or a file" if not path else f"{name} takes nothing after it")
         if name == "/save":
-            self.save(Path(path))
+            self.save(path)
         elif name == "/load":
-            self.load(Path(path))
+            self.load(path)
         elif name == "/undo":
             self.undo()
         elif name != "/quit":
@@ -168,7 +176,7 @@ class _Chat:
             )
         note_empty(self.llm, prompt)
         meter, text, tokens, limit = Meter(self.llm), "", list[int](), None
-        with Interrupt() as stop, closing(self.llm.stream(prompt, self.sampling)) as pieces:
+        with Interrupt() as stop, closing(self._stream(prompt)) as pieces:
             for piece in pieces:
                 meter.see(piece)
                 click.echo(piece.text, nl=False)
@@ -183,12 +191,19 @@ class _Chat:
         self.turns.append(Turn(typed, ids, text, kept_ids(self.tokenizer, text, tokens)))
         self._tell(len(prompt) + len(tokens), limit)
 
+    def _stream(self, prompt: list[int]) -> Generator[Piece, None, None]:
+        """A search is no text that goes on while it runs: it finds its prefix, and leaves nothing else."""
+        searching = self.sampling.beams > 1
+        return self.llm.stream(prompt, self.sampling) if searching else self.session.follow(prompt, self.sampling)
+
     def _tell(self, length: int, limit: LimitName | None) -> None:
         """What the chat has come to with its last reply: the end of the context, or of what is still seen of it."""
         if self.limit is not None and length >= self.limit:
             _say(f"the context of {counted(self.limit, 'token')} is full: /undo takes back the last turn")
         elif limit == "pool":
             _say(f"the reply {ending(self.llm, limit)}")
+        if self.session.missed:
+            _say(f"kvad: what was kept of the chat was of no use: {self.session.missed}")
         lost = forgotten(self.llm, length)
         if lost:
             _say(f"kvad: {lost}")
@@ -222,29 +237,71 @@ class _Chat:
         left = len(self.turns)
         _say(f"{counted(left, 'turn')} {'is' if left == 1 else 'are'} left")
 
-    def save(self, path: Path) -> None:
-        """JSON, written beside and renamed: what was there before stays whole if the disk refuses."""
+    def save(self, where: str) -> None:
+        """As a session; or as JSON, and beside it what the cache holds.  All of it is written beside and renamed: what
+        was there before stays whole if the disk refuses."""
         from kvad.text.base import write_text
 
+        said = f"{counted(len(self.turns), 'turn')} {'is' if len(self.turns) == 1 else 'are'} in"
+        session, path = self._files(where)
+        if path is not None:
+            write_text(path, json.dumps(self._content(), ensure_ascii=False, indent=1) + "\n")
+        if self.turns:
+            last = self.turns[-1]
+            self.session.tokens = self.dialogue.prompt(self.turns[:-1], last.typed, last.typed_ids)
+            self.session.tokens += last.reply_ids
+            nbytes = self.session.save(session, chat=self._content())
+            said += f" {path or session}; {format_bytes(nbytes)} of cache" + (f" in {session}" if path else "")
+        elif path is None:
+            raise UsageError("there is nothing to save yet")
+        else:
+            said += f" {path}"
+        _say(said)
+
+    def _content(self) -> dict[str, Any]:
         turns = [{"typed": turn.typed, "reply": turn.reply} for turn in self.turns]
         ids = [{"typed": list(turn.typed_ids), "reply": list(turn.reply_ids)} for turn in self.turns]
-        content = {"kvad_chat": FORMAT, "tokenizer": self.tokenizer.fingerprint(), "turns": turns, "ids": ids}
-        write_text(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
-        _say(f"{counted(len(turns), 'turn')} {'is' if len(turns) == 1 else 'are'} in {path}")
+        return {"kvad_chat": FORMAT, "tokenizer": self.tokenizer.fingerprint(), "turns": turns, "ids": ids}
 
-    def load(self, path: Path) -> None:
-        """Replace this chat by a saved one.  Ids of another tokenizer are made anew from the texts."""
+    def _files(self, where: str) -> tuple[Path, Path | None]:
+        """The session's file, and the JSON beside it where ``where`` is a file and no name."""
+        if is_name(where) and not where.endswith(".json"):
+            return named(where, self.folder), None
+        return Path(f"{where}{SUFFIX}"), Path(where)
+
+    def load(self, where: str) -> None:
+        """Replace this chat by a saved one.  Ids of another tokenizer are made anew from the texts; what of the cache
+        was saved with it and does not belong here is left out, and said."""
+        session, path = self._files(where)
+        if path is None and not session.exists():
+            path = Path(where)  # as chats were saved before there were sessions
+        content = self._read_json(path) if path is not None else read_header(session).facts.get("said", {}).get("chat")
         try:
-            content = json.loads(path.read_text("utf-8"))
+            turns = self._turns(content)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise UsageError(f"{path or session} is not a chat that /save wrote") from None
+        fresh, why = self.llm.session(), ""
+        if session.exists():
+            try:
+                fresh.load(session)
+            except EntryError as error:
+                if error.why == "torn" and path is None:
+                    raise
+                why = f"; {error.message}"
+        self.turns, self.session = turns, fresh
+        tokens = fresh.tokens or self.tokens
+        _say(
+            f"{counted(len(self.turns), 'turn')}, {counted(len(self.tokens), 'token')} from {path or session}; "
+            f"{fresh.restored:,} of {counted(len(tokens), 'token')} restored{why}"
+        )
+
+    def _read_json(self, path: Path) -> Any:
+        try:
+            return json.loads(path.read_text("utf-8"))
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}") from None
         except ValueError:
             raise UsageError(f"{path} is not JSON") from None
-        try:
-            self.turns = self._turns(content)
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise UsageError(f"{path} is not a chat that /save wrote") from None
-        _say(f"{counted(len(self.turns), 'turn')}, {counted(len(self.tokens), 'token')} from {path}")
 
     def _turns(self, content: Any) -> list[Turn]:
         if content["kvad_chat"] != FORMAT:

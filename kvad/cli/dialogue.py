@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from kvad.text.detokenize import Detokenizer
+from kvad.text.detokenize import kept_ids
 
 if TYPE_CHECKING:
     from kvad.text.chat import ChatTemplate
@@ -97,16 +97,3 @@ class Templated:
         messages.append({"role": "user", "content": typed})
         text = self._template.render(messages, generation_prompt=True).text
         return self._tokenizer.encode(text, specials=True)
-
-
-def kept_ids(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The ids that stand for a reply: without what the end of a document or a stop string cut off."""
-    words, kept, shown = Detokenizer(tokenizer), list[int](), ""
-    for token in tokens:
-        if len(shown) >= len(text):
-            break
-        kept.append(token)
-        shown += words.push(token)
-    if text in (shown, shown + words.flush()):
-        return tuple(kept)
-    return tuple(tokenizer.encode(text))  # a stop string ended within a token

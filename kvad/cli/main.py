@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("kvad.cli.train:train", "Train a model on text files."),
     "generate": ("kvad.cli.generate:generate", "Continue a prompt."),
     "chat": ("kvad.cli.chat:chat", "Talk with a model."),
+    "session": ("kvad.cli.session:session", "Save what the cache holds of a text; go on from it later."),
     "translate": ("kvad.cli.translate:translate", "Translate lines."),
     "fill": ("kvad.cli.encoding:fill", "Fill the masks of lines."),
     "tag": ("kvad.cli.encoding:tag", "Label the words of lines."),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from torch import Tensor
 
 from kvad.cache.full import LimitName
+from kvad.cache.state import State
 from kvad.engine.completion import Completion, Sample, Timings, Usage
 from kvad.engine.engine import Engine, Piece
 from kvad.engine.request import Sampling, TokenScore
@@ -66,6 +67,12 @@ class Desk:
             finally:
                 self.lock.release()
 
+    def kept(self, request: int) -> State:
+        """What a request has left (``Engine.kept``)."""
+        with self.lock:
+            self.alive()
+            return self.engine.kept(request)
+
     def forget(self, request: int) -> None:
         with self.lock:
             self._mail.pop(request, None)
@@ -92,7 +99,7 @@ class Ticket:
 
     def __init__(self, desk: Desk, request: int, sampling: Sampling, num_prompt: int, usage: EngineUsage) -> None:
         self.desk, self.request, self.sampling = desk, request, sampling
-        self._num_prompt, self._usage = num_prompt, usage
+        self._num_prompt, self.usage = num_prompt, usage
 
     def pieces(self) -> Iterator[Piece]:
         left = self.sampling.n
@@ -128,7 +135,7 @@ class Ticket:
             if piece.finish is not None:
                 reasons[piece.sample], totals[piece.sample] = piece.finish, piece.total
                 limits[piece.sample] = piece.limit
-        cached = self._usage.cached
+        cached = self.usage.cached
         self.desk.forget(self.request)
         samples = tuple(
             Sample(text, tuple(ids), tuple(score), reason, total, limit)
@@ -137,7 +144,7 @@ class Ticket:
             )
         )
         count = sum(map(len, tokens))
-        return Completion(samples, Usage(self._num_prompt, count, cached), _timings(self._usage, count), tuple(prompt))
+        return Completion(samples, Usage(self._num_prompt, count, cached), _timings(self.usage, count), tuple(prompt))
 
 
 def _timings(usage: EngineUsage, count: int) -> Timings:

@@ -24,11 +24,13 @@ from kvad.cache.planning import check_policy
 from kvad.cache.settle import settle
 from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.cache.spill import Spill
+from kvad.cache.state import State
 from kvad.config import mixers
 from kvad.engine.costs import Costs
 from kvad.engine.limits import Limits
 from kvad.engine.parked import parking_of
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
+from kvad.engine.resume import Keeper, Resumed, check_one
 from kvad.engine.row import Encoding
 from kvad.engine.runner import Runner
 from kvad.engine.sampler import FAULT, Chosen, Job, sample, score_tokens
@@ -157,28 +159,53 @@ class Engine:
             self.ledger, rows=cache.rows, budget=budget, chunk=chunk, limit=self.limits, swaps=self.swaps
         )
         self.runner = Runner(model, self.memory)
+        self.keeper = Keeper(self.memory, self.ledger)
         self.times = StepTimes()
         self._next, self._ends = 0, stop_tokens
         self._texts: dict[tuple[int, int], _Text] = {}
         self._undelivered: list[Piece] = []
 
     def submit(
-        self, tokens: Sequence[int], sampling: Sampling, *, salt: str = "", source: Sequence[int] | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        salt: str = "",
+        source: Sequence[int] | None = None,
+        resume: State | None = None,
+        keep: bool = False,
     ) -> int:
         """Queue a prompt and return the request's number.  RequestError names what cannot be served.
 
         ``source``: what an encoder-decoder translates; ``tokens`` then begin the target.  ``salt`` separates prefix
-        reuse: requests share blocks only with requests of the same salt.
+        reuse: requests share blocks only with requests of the same salt.  ``resume``: what an earlier request left,
+        used as far as it agrees (``resume.py``; ``usage(request).cached`` says how far, ``missed`` why not); ``keep``:
+        what this one leaves is kept for :meth:`kept`.  Both are of one sample, without beams.
         """
         self._check_kind(source)
         self._check_ids(tokens, sampling, source)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model came without one", "use stop_tokens")
+        if resume is not None or keep:
+            check_one(sampling)
+            if self.ledger.spills:
+                raise RequestError(
+                    "a row that spills is neither kept nor resumed", "give the cache room for it, or another on_full"
+                )
         request, texts = self._next, []
         if self.tokenizer is not None:
             texts = [_Text(self.tokenizer, sampling) for _ in range(sampling.n)]
         root, stops = self._root(tokens, sampling, salt, source), self._stops(sampling)
-        self.scheduler.add(request, tokens, sampling, root, stop_tokens=stops, source=source)
+        regime, going = self.regime(tokens, sampling), Resumed()
+        if resume is not None:
+            going = self.keeper.resume(resume, tokens, sampling, root=root, regime=regime, salt=salt, source=source)
+        usage = self.scheduler.add(
+            request, tokens, sampling, root, stop_tokens=stops, source=source, parked=going.parked, keep=keep
+        )
+        usage.missed = going.missed
+        self.keeper.begin(going)
+        if keep:
+            self.keeper.ask(request, regime, salt)
         self._next += 1
         self._texts.update({(request, number): text for number, text in enumerate(texts)})
         return request
@@ -212,6 +239,7 @@ class Engine:
             if self.tiers is not None:
                 self.tiers.wait(POLL)  # nobody runs, and somebody's blocks are on their way
             return self._pieces(self.scheduler.drain())
+        self.keeper.collect(self.scheduler.left())  # of rows that gave way to this step
         inside = time.perf_counter()
         try:
             if plan.encoding is not None:
@@ -233,11 +261,17 @@ class Engine:
         self.times.steps += 1
         self.times.tokens += sum(event.token is not None for event in events)
         pieces = self._pieces(events)
+        self.keeper.collect(self.scheduler.left())
         if self.scheduler.idle:
             self.store()
             give_back()
         self.times.total += time.perf_counter() - began
         return pieces
+
+    def kept(self, request: int) -> State:
+        """What a request submitted with ``keep`` has left, handed over once.  RequestError: it was not, it has not
+        ended, or it was cancelled or failed."""
+        return self.keeper.kept(request)
 
     def usage(self, request: int) -> Usage:
         """What a request used, kept up to date while it runs and for a while after its end."""
@@ -246,6 +280,7 @@ class Engine:
     def cancel(self, request: int) -> None:
         """End a request now; its rows are released before the next step."""
         self.scheduler.cancel(request)
+        self.keeper.forget(request)
         for key in [key for key in self._texts if key[0] == request]:
             del self._texts[key]
 
@@ -354,15 +389,16 @@ class Engine:
         wanted = len(tokens) + (longest if sampling.max_tokens is None else sampling.max_tokens)
         return self.runner.regime(min(longest, wanted, self.model.config.limit))
 
-    def identity(self, regime: str, *, salt: str = "") -> Identity:
-        """What the keys and values of this engine's rows belong to, for whatever is stored beyond its life.  The first
-        call reads every weight."""
+    def identity(self, regime: str, *, salt: str = "", template: str = "") -> Identity:
+        """What the keys and values of this engine's rows belong to, for whatever is stored beyond its life.
+        ``template``: the fingerprint of the chat template, where there is one.  The first call reads every weight."""
         if self._weights is None:
             self._weights = fingerprint(self.model)
         cache = self.cache
         return Identity(
             model=self._weights,
             tokenizer="" if self.tokenizer is None else self.tokenizer.fingerprint(),
+            template=template,
             computed=f"{self.model.table.dtype}".removeprefix("torch.") + self.deterministic * " deterministic",
             keys=cache.keys or cache.dtype,
             values=cache.values or cache.dtype,

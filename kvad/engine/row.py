@@ -11,26 +11,39 @@ from kvad.cache.deposits import Fetch
 from kvad.cache.full import LimitName, OnFull
 from kvad.cache.ledger import Parked, Placed
 from kvad.cache.sources import PlacedSources
+from kvad.cache.standing import Standing
 from kvad.engine.beams import BeamGroup
 from kvad.engine.request import Sampling, TokenScore
 from kvad.step import Lane
 
-__all__ = ["DONE", "IDLE", "RUNNING", "WAITING", "Encoding", "Plan", "Request", "Row", "Usage", "Work"]
+__all__ = ["DONE", "IDLE", "RUNNING", "WAITING", "Encoding", "Left", "Plan", "Request", "Row", "Usage", "Work"]
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
 IDLE = "idle"  # a beam without a history: it gets one when another beam has two children
 
 
 class Usage:
-    """What one request has used so far.  ``cached``: prompt tokens of sample 0 that a prefix hit made free.
+    """What one request has used so far.  ``cached``: prompt tokens of sample 0 that a prefix hit, or what it resumed
+    from, made free; ``missed``: why what it was to resume from was of no use, "" where it was.
     Times are the scheduler's clock, in seconds: arrived, first seated, first token, last sample finished."""
 
-    __slots__ = ("admitted", "arrived", "cached", "completion", "finished", "first_token", "preemptions", "prompt")
+    __slots__ = (
+        "admitted",
+        "arrived",
+        "cached",
+        "completion",
+        "finished",
+        "first_token",
+        "missed",
+        "preemptions",
+        "prompt",
+    )
 
     def __init__(self, prompt: int, arrived: float) -> None:
         self.prompt = prompt
         self.completion = self.cached = self.preemptions = 0
         self.arrived = arrived
+        self.missed = ""
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.finished: float | None = None
@@ -103,12 +116,13 @@ class Row:
 
 class Request:
     """``source``: what the encoder reads, where there is one; ``beams``: the search over it, where it is one;
-    ``promised``: blocks of each group that are kept for it (``limits.py``)."""
+    ``promised``: blocks of each group that are kept for it (``limits.py``); ``keep``: what it leaves is asked for."""
 
     __slots__ = (
         "arrival",
         "beams",
         "id",
+        "keep",
         "live",
         "promised",
         "root",
@@ -136,6 +150,7 @@ class Request:
         self.beams: BeamGroup | None = None
         self.promised: tuple[int, ...] | None = None
         self.live: list[Row] = []  # the beams, best first
+        self.keep = False
         self.id = number
         self.arrival = arrival
         self.sampling = sampling
@@ -143,6 +158,15 @@ class Request:
         self.stop_tokens = stop_tokens
         self.usage = usage
         self.rows: list[Row] = []
+
+
+class Left(NamedTuple):
+    """What the one row of a request that ended has left: its tokens, and where their keys and values lie until the next
+    step."""
+
+    request: int
+    tokens: tuple[int, ...]
+    standing: Standing
 
 
 class Work(NamedTuple):

@@ -29,12 +29,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvad.cache.full import LimitName
-from kvad.cache.ledger import Ledger, LedgerStats, Placed
+from kvad.cache.ledger import Ledger, LedgerStats, Parked, Placed
 from kvad.engine.beams import BeamGroup
 from kvad.engine.lanes import Item, Lanes, fold_lanes
 from kvad.engine.limits import Limits, Promises
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
-from kvad.engine.row import DONE, IDLE, RUNNING, WAITING, Encoding, Plan, Request, Row, Usage, Work
+from kvad.engine.row import DONE, IDLE, RUNNING, WAITING, Encoding, Left, Plan, Request, Row, Usage, Work
 from kvad.engine.swaps import Swaps
 from kvad.errors import ConfigError, RequestError
 from kvad.step import Lane, Moves
@@ -91,6 +91,7 @@ class Scheduler:
         self._waiting: list[Row] = []
         self._flying: Plan | None = None
         self._pending: list[Event] = []
+        self._left: list[Left] = []
         self._arrivals = self._preemptions = self._steps = self._tokens = 0
         self._blocked = -1  # ledger.releases when an admission last failed: no sense in trying before it grows
         self._lanes = Lanes(ledger.groups)
@@ -107,8 +108,13 @@ class Scheduler:
         stop_tokens: frozenset[int] = frozenset(),
         source: Sequence[int] | None = None,
         want: str = "head",
+        parked: Parked | None = None,
+        keep: bool = False,
     ) -> Usage:
         """Queue a request; ``stop_tokens`` join those of ``sampling``.  The Usage is kept up to date until it ends.
+
+        ``parked``: what there is of the first tokens of the one row (``Ledger.adopt``); it is the caller's no more.
+        ``keep``: tell with :meth:`left` what the row leaves when it ends by itself.
 
         ``source``: what an encoder reads, known to it; ``prompt`` then begins the target, or is empty: the encoder's
         answer itself is wanted (``want``: the head's, or its states pooled by "mean" or "first"), as the one event.
@@ -133,9 +139,11 @@ class Scheduler:
                 request.beams = BeamGroup(sampling, len(prompt), limit, stops)
         if on_full == "refuse" and not answered:
             request.promised = self._promises.take(max(sampling.n, sampling.beams), max(len(prompt), limit - 1))
+        request.keep = keep
         self._requests[request_id] = request
         for sample in range(sampling.n if request.beams is None else sampling.beams):
             row = Row(request, sample, list(prompt), limit, by or "model", on_full)
+            row.parked = parked
             request.rows.append(row)
             if request.beams is not None and sample:
                 row.state = IDLE
@@ -418,6 +426,9 @@ class Scheduler:
                 row.encoded = True
                 return True
         known = self.ledger.attach(seat, source, row.group.root)
+        if known is False and row.parked is not None and row.parked.source:
+            self.ledger.wake_source(seat)
+            known = True
         row.encoded = known is True
         return known is not None
 
@@ -597,6 +608,11 @@ class Scheduler:
                 self.ledger.commit_source(row.seat)
         return events
 
+    def left(self) -> list[Left]:
+        """What ended rows have left, where it was asked for; read it before the next step is run."""
+        left, self._left = self._left, []
+        return left
+
     def drain(self) -> list[Event]:
         """Events that happened outside a step.  ``settle`` tells them too."""
         events, self._pending = self._pending, []
@@ -722,6 +738,9 @@ class Scheduler:
         tell: bool = False,
     ) -> Event:
         if row.state == RUNNING:
+            standing = self.ledger.standing(row.seat) if row.group.keep and reason in ("stop", "length") else None
+            if standing is not None and standing.length:
+                self._left.append(Left(row.request, tuple(row.tokens[: standing.length]), standing))
             self._running.remove(row)
             self._leave(row, publish=reason != "error")
         elif row in self._waiting:

@@ -42,6 +42,12 @@ class Texts:
         _check(tokens, "prompt", self.config.vocab, len(tokens) if self.endless and not whole else self.config.limit)
         return tokens
 
+    def more(self, text: Prompt) -> list[int]:
+        """What is added to a text that has begun: as it is spelled, without what opens a text."""
+        tokens = self._encoder(self.tokenizer).encode(text) if text and isinstance(text, str) else _integers(text or ())
+        _check(tokens, "text", self.config.vocab, len(tokens))
+        return tokens
+
     def source(self, text: Prompt, language: str | None = None, *, specials: bool = False) -> list[int]:
         """What an encoder reads, in its frame; ids are taken as they are.  ``specials``: special tokens that the text
         spells (``[MASK]``) are read as such."""

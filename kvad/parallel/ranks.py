@@ -79,7 +79,9 @@ class Part(Memory):
 
     def parked_state(self, key: int) -> dict[str, Tensor]:
         """This rank's part of what is parked under a key."""
-        return dict(zip(self._parked_names(), self.parked[key], strict=True))
+        copies = self.parked[key]
+        assert isinstance(copies, list), "a row from elsewhere was not parked here"
+        return dict(zip(self._parked_names(), copies, strict=True))
 
     def keep_parked(self, key: int, state: Mapping[str, Tensor]) -> None:
         """As if it had been parked here."""

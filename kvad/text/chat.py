@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from hashlib import blake2b
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 from kvad.errors import ChatTemplateError, nearest
 from kvad.text.sandbox import MAX_NESTING, Limits, compile_template, render
 
-__all__ = ["ChatTemplate", "Limits", "Rendered"]
+__all__ = ["ChatTemplate", "Limits", "Rendered", "template_fingerprint"]
 
 FILE = "chat_template.jinja"
 FOLDER = "additional_chat_templates"
@@ -98,6 +99,11 @@ class ChatTemplate:
         if not templates:
             return None
         return cls(templates, _specials(config, _read_object(folder / SPECIALS)), name=name, limits=limits)
+
+    def fingerprint(self) -> str:
+        """Of the templates and what they may write of themselves: another one, other texts."""
+        content = json.dumps([self.templates, self.specials, self._name], sort_keys=True, default=str)
+        return blake2b(content.encode(), digest_size=16).hexdigest()
 
     def choose(self, *, tools: bool = False) -> str:
         """The name of the template that renders: the one asked for, ``tool_use`` where there are tools, ``default``."""
@@ -304,3 +310,12 @@ def _text(token: Any) -> str | None:
 
 def _texts(tokens: Any) -> list[str]:
     return [text for token in tokens if (text := _text(token))] if isinstance(tokens, list) else []
+
+
+def template_fingerprint(folder: Path) -> str:
+    """Of the template in a model's folder; "" where it has none, or none that can be read."""
+    try:
+        template = ChatTemplate.load(folder)
+    except ChatTemplateError:  # who chats with it is told
+        return ""
+    return "" if template is None else template.fingerprint()

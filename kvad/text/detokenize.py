@@ -8,12 +8,13 @@ that are proven broken: by the byte that follows them, or by the end of the text
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvad.text.base import Tokenizer
 
-__all__ = ["Detokenizer"]
+__all__ = ["Detokenizer", "kept_ids"]
 
 
 class Detokenizer:
@@ -37,3 +38,16 @@ class Detokenizer:
         rest = self._decoder.decode(b"", final=True)
         self._begin()
         return rest
+
+
+def kept_ids(tokenizer: Tokenizer, text: str, tokens: Sequence[int]) -> tuple[int, ...]:
+    """The ids that stand for a reply: without what the end of a document or a stop string cut off."""
+    words, kept, shown = Detokenizer(tokenizer), list[int](), ""
+    for token in tokens:
+        if len(shown) >= len(text):
+            break
+        kept.append(token)
+        shown += words.push(token)
+    if text in (shown, shown + words.flush()):
+        return tuple(kept)
+    return tuple(tokenizer.encode(text))  # a stop string ended within a token

@@ -1,0 +1,168 @@
+"""A session: a row's state in one file that stands for itself, for an engine that may have other blocks or layout.
+
+An entry (``entry.py``) of the kind "session", durable when written.  Sections: "tokens" (those of the state),
+"history" (all of the session's, which may go on behind them), "source" where an encoder read one,
+"N.layer.kind.number" for the arrays of group N (``state.py``), and "rotary.layer".  ``facts``: the groups' marks, and
+under "said" what the caller has to say of it.
+
+Reading is all or nothing: what it belongs to is compared first, then every section is read and its checksum compared,
+and only then is there a state.  The pool is not touched: that happens when a request resumes from the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvad.cache.disk import DISK, Disk
+from kvad.cache.entry import Entry, Section, open_entry, write_entry
+from kvad.cache.identity import Identity
+from kvad.cache.memory import Memory
+from kvad.cache.sessions import KIND
+from kvad.cache.standing import Marks
+from kvad.cache.state import Part, State, fit, shapes
+from kvad.errors import EntryError
+from kvad.step import Rotary
+
+__all__ = ["Loaded", "load_state", "save_state"]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A session as it was read.  ``history``: all of its tokens; ``said``: the writer's own facts."""
+
+    state: State
+    history: tuple[int, ...]
+    said: Mapping[str, Any]
+    nbytes: int
+
+
+def save_state(
+    path: Path, state: State, identity: Identity, history: Sequence[int], said: Mapping[str, Any], disk: Disk = DISK
+) -> int:
+    """Write ``path``, whole and durable, or leave what was there; returns its bytes.  OSError as the disk says it."""
+    sections = [_section("tokens", torch.tensor(state.tokens)), _section("history", torch.tensor(list(history)))]
+    if state.source is not None:
+        sections.append(_section("source", torch.tensor(state.source)))
+    for number, part in enumerate(state.parts):
+        sections += [_section(f"{number}.{name}", array) for name, array in part.arrays.items()]
+    sections += [_section(f"rotary.{layer}", rotary.inv_freq) for layer, rotary in state.rotaries.items()]
+    facts = {
+        "length": state.length,
+        "history": len(history),
+        "regime": state.regime,
+        "salt": state.salt,
+        "groups": [{"about": dict(each.about), "marks": list(each.marks), "used": each.used} for each in state.parts],
+        "rotaries": [[layer, each.interleaved, each.factor] for layer, each in state.rotaries.items()],
+        "said": dict(said),
+    }
+    return write_entry(path, KIND, identity.parts, facts, sections, durable=True, disk=disk)
+
+
+def load_state(
+    path: Path, identity: Callable[[str, str], Identity], memory: Memory, home: object, disk: Disk = DISK
+) -> Loaded:
+    """Read ``path``, all of it, for the engine ``home`` with this memory; ``identity``: its own, of (regime, salt).
+
+    EntryError: it is missing, damaged, no session, or of another model, tokenizer, template, policy, ...: it says
+    which.  OSError as the disk says it.
+    """
+    with open_entry(path, disk) as entry:
+        header = entry.header
+        if header.kind != KIND:
+            raise EntryError(f"{path}: it is a {header.kind}, no session", "it is left as it is", why="alien")
+        try:
+            regime, salt = str(header.facts["regime"]), str(header.facts["salt"])
+            different = list(identity(regime, salt).differs(header.identity))
+            if different:
+                raise _other(path, "; ".join(different))
+            return _read(entry, memory, regime, salt, home)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise EntryError(
+                f"{path}: no session of this version ({error!r})", "it is left as it is", why="alien"
+            ) from None
+
+
+def _read(entry: Entry, memory: Memory, regime: str, salt: str, home: object) -> Loaded:
+    facts, sections = entry.header.facts, entry.header.sections
+    described, parts = facts["groups"], []
+    for number, each in enumerate(described):
+        names = [name for name in sections if name.startswith(f"{number}.")]
+        marks, used = Marks(*map(_count, each["marks"])), _count(each["used"])
+        parts.append(Part(each["about"], marks, used, {name.partition(".")[2]: _shaped(entry, name) for name in names}))
+    source = None if "source" not in sections else sections["source"].shape[0]
+    _check(
+        entry.path,
+        State((0,) * _count(facts["length"]), (0,) * source if source else None, regime, salt, tuple(parts), {}),
+        memory,
+    )
+    for number, part in enumerate(parts):
+        for name, array in part.arrays.items():
+            part.arrays[name] = _filled(entry, f"{number}.{name}", array)
+    tokens, history = _integers(entry, "tokens"), _integers(entry, "history")
+    if len(tokens) != facts["length"] or not tokens:
+        raise ValueError("tokens")
+    rotaries = {
+        int(layer): Rotary(
+            _filled(entry, f"rotary.{layer}", _shaped(entry, f"rotary.{layer}")), bool(crossed), float(by)
+        )
+        for layer, crossed, by in facts["rotaries"]
+    }
+    read = None if source is None else _integers(entry, "source")
+    state = State(tokens, read, regime, salt, tuple(parts), rotaries, home)
+    return Loaded(state, history, facts["said"], entry.header.nbytes)
+
+
+def _check(path: Path, state: State, memory: Memory) -> None:
+    """Before a section is read: could this memory hold it?"""
+    fitted = fit(state, memory.groups, state.length)
+    if isinstance(fitted, str):
+        raise _other(path, fitted)
+    for number, part in enumerate(state.parts):
+        expected = shapes(memory, state, number)
+        found = {name: (tuple(array.shape), array.dtype) for name, array in part.arrays.items()}
+        if found != expected:
+            raise EntryError(f"{path}: the arrays of group {number} are not what its marks say", why="alien")
+
+
+def _other(path: Path, what: str) -> EntryError:
+    return EntryError(
+        f"{path}: it does not belong to this model and cache: {what}", "open it with what it was made with", why="other"
+    )
+
+
+def _section(name: str, array: Tensor) -> Section:
+    flat = array.detach().cpu().contiguous()
+    raw = flat.view(-1).view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    return Section(name, str(array.dtype).removeprefix("torch."), tuple(array.shape), raw)
+
+
+def _shaped(entry: Entry, name: str) -> Tensor:
+    """An array without contents, as the header describes it."""
+    stored = entry.header.sections[name]
+    return torch.empty(stored.shape, dtype=getattr(torch, stored.dtype), device="meta")
+
+
+def _filled(entry: Entry, name: str, shaped: Tensor) -> Tensor:
+    array = torch.empty(shaped.shape, dtype=shaped.dtype)
+    raw = array.view(-1).view(torch.uint8).numpy().data if array.numel() else memoryview(bytearray())
+    entry.read(name, raw)
+    return array
+
+
+def _integers(entry: Entry, name: str) -> tuple[int, ...]:
+    shaped = _shaped(entry, name)
+    if shaped.dtype != torch.int64 or shaped.dim() != 1:
+        raise ValueError(name)
+    return tuple(_filled(entry, name, shaped).tolist())
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value

@@ -1,0 +1,257 @@
+"""A text that goes on from turn to turn, and from process to process: its tokens, and what the cache holds of them.
+
+Each turn begins from what the last one left, as far as the tokens agree; what is saved is one file
+(``cache/session.py``) from which another process goes on without computing it again.  Whatever cannot be reused is
+computed: a turn says what it would say if all of it were, and ``reused`` and ``missed`` say truly what was there and
+why not.
+
+Where the engine finds prefixes, a turn leaves its blocks there, and nothing is copied out before :meth:`Session.save`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvad.cache.disk import DISK, Disk
+from kvad.cache.identity import Identity
+from kvad.cache.session import load_state, save_state
+from kvad.cache.state import State, agreeing
+from kvad.engine.completion import Completion
+from kvad.engine.desk import Desk, Ticket
+from kvad.engine.engine import Engine, Piece
+from kvad.engine.request import Sampling
+from kvad.engine.texts import Prompt, Texts
+from kvad.errors import EntryError, RequestError, SaveError
+from kvad.text.detokenize import kept_ids
+
+__all__ = ["Session"]
+
+
+class _Turn(NamedTuple):
+    ticket: Ticket
+    tokens: list[int]
+    source: list[int] | None
+    seed: int
+
+
+class Session:
+    """Make it with ``LLM.session``.  For one thread.
+
+    ``tokens``: all of its text; ``source``: what an encoder-decoder's answers.  Of the last turn: ``reused``, tokens
+    that needed no computing, and ``missed``, why what was kept was of no use.  ``restored``: tokens whose keys and
+    values the file had.  ``seed``: of the last turn, the next one's default.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        texts: Texts,
+        sampling: Callable[..., Sampling],
+        *,
+        path: Path | None = None,
+        name: str = "",
+        model: str = "",
+        template: str = "",
+        disk: Disk = DISK,
+    ) -> None:
+        self.path, self.name = path, name
+        self.tokens: list[int] = []
+        self.source: list[int] | None = None
+        self.reused = self.restored = self.seed = 0
+        self.missed = ""
+        self.created = _now()
+        self._desk, self._texts, self._sampling, self._disk = desk, texts, sampling, disk
+        self._model, self._template = model, template
+        self._state: State | None = None
+
+    # ------------------------------------------------------------ turns
+
+    def generate(
+        self, text: Prompt = "", sampling: Sampling | None = None, *, source: Prompt | None = None, **options: Any
+    ) -> Completion:
+        """Add ``text`` to the session and let the model go on; both are part of it then.
+
+        ``source``: of an encoder-decoder, with the first turn; the text is the target's then.  ``options``: the fields
+        of :class:`Sampling`.  RequestError for what cannot be served; nothing is changed by a turn that fails.
+        """
+        turn = self._begin(*self._prompt(text, source), sampling, options)
+        try:
+            done = turn.ticket.finish()
+        except BaseException:
+            self._desk.drop([turn.ticket])
+            raise
+        self._end(turn, done.text, done.tokens, whole=True)
+        return done
+
+    def stream(
+        self, text: Prompt = "", sampling: Sampling | None = None, *, source: Prompt | None = None, **options: Any
+    ) -> Generator[Piece, None, None]:
+        """The same, in pieces as they come; closing the iterator ends the turn with what there is."""
+        return self._streamed(*self._prompt(text, source), sampling, options)
+
+    def follow(
+        self, tokens: Sequence[int], sampling: Sampling | None = None, **options: Any
+    ) -> Generator[Piece, None, None]:
+        """Go on from ``tokens``, the whole text: what of it the session has is reused, the rest of the session is
+        forgotten.  For chats, whose template writes the text anew at each turn."""
+        return self._streamed(list(tokens), self.source, sampling, options)
+
+    def read(self, text: Prompt, *, source: Prompt | None = None) -> None:
+        """Add ``text`` without going on from it: all but its last token is computed, which a continuation needs."""
+        tokens, read = self._prompt(text, source)
+        if len(tokens) > 1:
+            self._state, (self.reused, self.missed) = self._computed(tokens[:-1], read)
+        self.tokens, self.source = tokens, read
+
+    def _streamed(
+        self, tokens: list[int], source: list[int] | None, sampling: Sampling | None, options: Mapping[str, Any]
+    ) -> Generator[Piece, None, None]:
+        turn = self._begin(tokens, source, sampling, options)
+        text, came, whole = "", list[int](), False
+        try:
+            for piece in turn.ticket.pieces():
+                text += piece.text
+                if piece.token is not None:
+                    came.append(piece.token)
+                whole = piece.finish is not None
+                yield piece
+        except GeneratorExit:
+            self._end(turn, text, came, whole=whole)
+            raise
+        except BaseException:
+            self._desk.drop([turn.ticket])
+            raise
+        self._end(turn, text, came, whole=whole)
+
+    # ------------------------------------------------------------ files
+
+    def save(self, path: Path | None = None, **said: Any) -> int:
+        """Write the session to its file, or to ``path``; returns its bytes.  Durable when it returns.
+
+        ``said``: more for the file's header, plain JSON.  RequestError: there is nothing yet, or no file; SaveError:
+        the disk refused, and what was there before is whole.
+        """
+        path = self.path if path is None else path
+        if path is None:
+            raise RequestError("this session has no file", "give save() a path, or session() a name")
+        if not self.tokens:
+            raise RequestError("the session is empty", "generate something first")
+        state = self._state = self._caught_up()
+        identity = self._identity(state.regime, state.salt)
+        facts = {**self._said(), **said}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return save_state(path, state, identity, self.tokens, facts, self._disk)
+        except OSError as error:
+            raise SaveError(f"{path}: {error.strerror}", "what was there before is whole") from None
+
+    def load(self, path: Path | None = None) -> None:
+        """Replace the session by that of its file, or of ``path``.
+
+        EntryError: it is missing, damaged, or belongs to another model or cache, and it says which part differs; the
+        session is as it was.
+        """
+        path = self.path if path is None else path
+        if path is None:
+            raise RequestError("this session has no file", "give load() a path, or session() a name")
+        engine = self._engine
+        try:
+            loaded = load_state(path, self._identity, engine.memory, engine.keeper.home, self._disk)
+        except OSError as error:
+            raise EntryError(f"{path}: {error.strerror}", "nothing of it is used", why="unread") from None
+        said, state = loaded.said, loaded.state
+        self.tokens, self._state, self.restored = list(loaded.history), state, state.length
+        self.source = None if state.source is None else list(state.source)
+        self.seed, self.created = int(said.get("seed", 0)), str(said.get("created", self.created))
+        self.reused, self.missed = 0, ""
+
+    # ------------------------------------------------------------ inside
+
+    @property
+    def _engine(self) -> Engine:
+        return self._desk.engine
+
+    def _identity(self, regime: str, salt: str) -> Identity:
+        return self._engine.identity(regime, salt=salt, template=self._template)
+
+    def _said(self) -> dict[str, Any]:
+        from kvad import __version__
+
+        cache, asked = self._engine.cache, ("policy", "keys", "values", "dtype", "rotate", "endless", "on_full")
+        return {
+            "name": self.name,
+            "model": self._model,
+            "created": self.created,
+            "saved": _now(),
+            "kvad": __version__,
+            "seed": self.seed,
+            "cache": {each: getattr(cache, each) for each in (*asked, "layout", "block_size", "capacity")},
+        }
+
+    def _prompt(self, text: Prompt, source: Prompt | None) -> tuple[list[int], list[int] | None]:
+        """The whole text of the next turn, and its source."""
+        crossed, read = self._texts.config.kind == "encoder-decoder", self.source
+        if source is not None and (not crossed or read is not None):
+            what = "this model has no source" if not crossed else "this session has its source"
+            raise RequestError(f"source=: {what}", "leave it out")
+        if crossed and read is None:
+            if source is None:
+                raise RequestError("source=: this model answers a source", "give it with the first turn")
+            read = self._texts.source(source)
+        if not self.tokens:
+            return (self._texts.target(text or None) if crossed else self._texts.prompt(text)), read
+        return [*self.tokens, *self._texts.more(text)], read
+
+    def _begin(
+        self, tokens: list[int], source: list[int] | None, sampling: Sampling | None, options: Mapping[str, Any]
+    ) -> _Turn:
+        chosen = self._sampling(sampling, dict(options))
+        if sampling is None and "seed" not in options and not chosen.greedy and chosen.beams == 1:
+            chosen = replace(chosen, seed=self.seed)
+        if chosen.n > 1 or chosen.beams > 1:
+            raise RequestError("a session is one text, without samples or beams beside it", "leave n= and beams= out")
+        keep = not self._engine.ledger.prefix
+        return _Turn(self._queue(tokens, source, chosen, keep=keep), tokens, source, chosen.seed)
+
+    def _queue(self, tokens: Sequence[int], source: Sequence[int] | None, sampling: Sampling, *, keep: bool) -> Ticket:
+        state = self._state
+
+        def queue(engine: Engine) -> int:
+            return engine.submit(tokens, sampling, source=source, resume=state, keep=keep)
+
+        return self._desk.submit(queue, sampling, len(tokens))
+
+    def _end(self, turn: _Turn, text: str, came: Sequence[int], *, whole: bool) -> None:
+        usage, tokenizer = turn.ticket.usage, self._texts.tokenizer
+        self.reused, self.missed = usage.cached, usage.missed
+        if whole and not self._engine.ledger.prefix:
+            self._state = self._desk.kept(turn.ticket.request)
+        self.tokens = turn.tokens + list(came if tokenizer is None else kept_ids(tokenizer, text, came))
+        self.source, self.seed = turn.source, turn.seed
+        self._desk.drop([turn.ticket])
+
+    def _caught_up(self) -> State:
+        """A state of as many of the tokens as can be: what no turn has left is computed now, from what is there."""
+        state = self._state
+        held = state.length if state is not None and agreeing(state, self.tokens) == state.length else 0
+        if state is not None and held and (held >= len(self.tokens) - 1 or not self._engine.ledger.prefix):
+            return state
+        return self._computed(self.tokens, self.source)[0]
+
+    def _computed(self, tokens: Sequence[int], source: Sequence[int] | None) -> tuple[State, tuple[int, str]]:
+        """The state of these tokens, and what of it was there already."""
+        ticket = self._queue(tokens, source, Sampling(max_tokens=0), keep=True)
+        try:
+            for _ in ticket.pieces():
+                pass
+            return self._desk.kept(ticket.request), (ticket.usage.cached, ticket.usage.missed)
+        finally:
+            self._desk.drop([ticket])
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,95 @@
+"""What the tests of sessions share: a request run to its end with all of its logits, in an engine full of NaN."""
+
+import math
+from dataclasses import replace
+
+import torch
+
+from kvad.cache.session import load_state, save_state
+from kvad.cache.sizing import CacheConfig
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
+from kvad.step import RESERVED_BLOCKS
+from tests.drive import fill_unowned
+from tests.models import VOCAB, build
+
+PROMPT = [(7 * at + at * at) % VOCAB for at in range(29)]
+SOURCE = [(5 * at + 3) % VOCAB for at in range(13)]
+
+
+def engine(config, *, dirty=True, dtype=torch.float64, **fields):
+    """Of a model of these weights; every block that nobody owns is full of NaN."""
+    fields = {
+        "capacity": 96,
+        "dtype": "float64",
+        "block_size": 4,
+        "rows": 3,
+        "chunk": 8,
+        "source_capacity": 64,
+        **fields,
+    }
+    if config.encoder is None:
+        del fields["source_capacity"]
+    made = Engine(build(config, dtype=dtype), CacheConfig(**fields))
+    if dirty:
+        spoil(made)
+    return made
+
+
+def spoil(engine):
+    """Every block that is free has numbers that are none, at positions that somebody might see."""
+    fill_unowned(engine, math.nan)
+    memory = engine.memory
+    for positions in memory.positions:
+        positions[RESERVED_BLOCKS:] = 1
+    for columns in memory.columns.values():
+        columns.positions[RESERVED_BLOCKS:] = 1
+    for bounds in memory.bounds.values():
+        bounds.least[RESERVED_BLOCKS:], bounds.most[RESERVED_BLOCKS:] = -99, 99
+
+
+def run(engine, tokens, most, **options):
+    """(request, tokens, [log-probabilities of every token]) of a greedy request, alone."""
+    sampling = Sampling(max_tokens=most, temperature=0, ignore_eos=True, logprobs=min(VOCAB, engine.model.config.vocab))
+    request = engine.submit(tokens, sampling, **options)
+    out, scores = [], []
+    while not engine.idle:
+        for piece in engine.step():
+            assert piece.error is None, piece.error
+            if piece.request == request and piece.token is not None:
+                out.append(piece.token)
+                scores.append(dict(piece.score.top))
+        engine.scheduler.check()
+        fill_unowned(engine, math.nan)
+    return request, out, scores
+
+
+def worst(a, b):
+    """max |dlogprob|."""
+    assert len(a) == len(b)
+    return max(abs(one[token] - other[token]) for one, other in zip(a, b, strict=True) for token in one)
+
+
+def left(engine, tokens, most, **options):
+    """(tokens, state) of a request that keeps what it leaves."""
+    request, out, _ = run(engine, tokens, most, keep=True, **options)
+    return out, engine.kept(request)
+
+
+def identity_of(engine, template=""):
+    return lambda regime, salt: engine.identity(regime, salt=salt, template=template)
+
+
+def save(engine, state, path, history=None, **more):
+    return save_state(
+        path, state, identity_of(engine)(state.regime, state.salt), history or state.tokens, {"name": "x"}, **more
+    )
+
+
+def load(engine, path, **more):
+    return load_state(path, identity_of(engine), engine.memory, engine.keeper.home, **more)
+
+
+def moved(state, engine, **more):
+    """The same state, as if ``engine`` had read it."""
+    return replace(state, home=engine.keeper.home, **more)

@@ -1,0 +1,173 @@
+"""LLM.session: turns, files, what was reused, and what is refused."""
+
+import errno
+
+import pytest
+
+from kvad import LLM
+from kvad.engine.session import Session
+from kvad.errors import EntryError, RequestError, SaveError, UsageError
+from tests.cache.disks import FailingDisk
+from tests.cli.checkpoint import write_model
+
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+CACHES = {
+    "paged": {},
+    "contiguous": {"layout": "contiguous"},
+    "sinks": {"policy": "sinks(4, 20)"},
+    "heavy-hitters": {"policy": "heavy-hitters(16, 8)"},
+    "hierarchy": {"policy": "hierarchy(16, packed=16, summaries=8, ratio=4, every=16)"},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM.load(model, rows=2) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_session_says_what_the_whole_text_would(model, tmp_path, name):
+    said, tokens = [], []
+    for turn in ("hello there", ", and you", "?", ""):
+        with LLM.load(model, rows=2, **CACHES[name]) as opened:
+            session = opened.session("trip", tmp_path)
+            assert session.tokens == tokens
+            done = session.generate(turn, **GREEDY)
+            assert not session.missed
+            whole = max(0, len(tokens) - 1)
+            assert session.restored in (len(tokens), whole) and session.reused in (session.restored, whole)
+            right = opened.generate([*tokens, *turn.encode()], **GREEDY)
+            assert done.text == right.text
+            tokens = session.tokens
+            assert tokens[-len(right.tokens) :] == list(right.tokens) or len(right.text) < 6
+            assert session.save() == (tmp_path / "trip.session").stat().st_size
+        said.append(done.text)
+    assert len(said) == 4
+
+
+def test_turns_in_one_process_use_what_is_there(llm):
+    session = llm.session()
+    session.generate("a text of more than a block or two, so", **GREEDY)
+    assert session.reused == 0
+    session.generate(" that", **GREEDY)
+    assert session.reused >= 32
+    assert session.tokens[:4] == list(b"a te")
+
+
+def test_a_stream_that_is_closed_leaves_what_came(llm):
+    session = llm.session()
+    stream = session.stream("hello", **{**GREEDY, "max_tokens": 40})
+    came = [next(stream).token for _ in range(3)]
+    stream.close()
+    assert session.tokens[:5] == list(b"hello") and len(session.tokens) <= 5 + len(came)
+    right = llm.generate([*session.tokens, *b" you"], **GREEDY).text
+    assert session.generate(" you", **GREEDY).text == right
+
+
+def test_a_turn_that_fails_changes_nothing(llm, tmp_path):
+    session = llm.session("trip", tmp_path)
+    session.generate("hello", **GREEDY)
+    before = list(session.tokens)
+    for options in ({"n": 2}, {"beams": 2}, {"temperature": -1}):
+        with pytest.raises(RequestError):
+            session.generate("x", **options)
+    with pytest.raises(RequestError, match="limit"):
+        session.generate("x" * 200, **GREEDY)
+    with pytest.raises(RequestError, match="no source"):
+        session.generate("x", source="y", **GREEDY)
+    assert session.tokens == before
+    with pytest.raises(RequestError, match="the session is empty"):
+        llm.session("other", tmp_path).save()
+    with pytest.raises(RequestError, match="has no file"):
+        llm.session().save()
+    with pytest.raises(RequestError, match="has no file"):
+        llm.session().load()
+
+
+def test_reading_alone_leaves_one_token_to_compute(model, tmp_path):
+    for fields in CACHES.values():
+        with LLM.load(model, rows=2, **fields) as opened:
+            session = opened.session("read", tmp_path)
+            session.read("a text that is read, and nothing more")
+            session.save()
+            count = len(session.tokens)
+        with LLM.load(model, rows=2, **fields) as opened:
+            session = opened.session("read", tmp_path)
+            assert (len(session.tokens), session.restored) == (count, count - 1)
+            text = session.generate("", **GREEDY).text
+            assert (session.reused, session.missed) == (count - 1, "")
+            assert text == opened.generate("a text that is read, and nothing more", **GREEDY).text
+        (tmp_path / "read.session").unlink()
+
+
+def test_a_seed_goes_with_the_session(model, tmp_path):
+    sampled = {"temperature": 1.3, "max_tokens": 5, "ignore_eos": True}
+    with LLM.load(model, rows=2) as opened:
+        session = opened.session("trip", tmp_path)
+        session.generate("hello", seed=7, **sampled)
+        session.save()
+        right = opened.generate(session.tokens, seed=7, **sampled).text
+        assert session.generate("", **sampled).text == right
+    with LLM.load(model, rows=2) as opened:
+        session = opened.session("trip", tmp_path)
+        assert session.seed == 7 and session.generate("", **sampled).text == right
+
+
+def test_a_session_of_another_model_says_which_part(model, tmp_path):
+    with LLM.load(model, rows=2) as opened:
+        session = opened.session("trip", tmp_path)
+        session.generate("hello there", **GREEDY)
+        session.save()
+    with LLM.load(model, rows=2, policy="window(20)") as other:
+        with pytest.raises(EntryError, match=r"policy: window\(20\) here, full there"):
+            other.session("trip", tmp_path)
+        session = other.session()
+        session.generate("hi", **GREEDY)
+        before = list(session.tokens)
+        with pytest.raises(EntryError):
+            session.load(tmp_path / "trip.session")
+        assert session.tokens == before and session.generate("", **GREEDY).text
+    templated = write_model(tmp_path / "templated")
+    (templated / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with LLM.load(templated, rows=2) as other, pytest.raises(EntryError, match=r"cache: template \("):
+        other.session("trip", tmp_path)
+
+
+def test_names_and_paths(llm, tmp_path, monkeypatch):
+    for name in ("../x", "a/b", ".x", ""):
+        with pytest.raises(UsageError, match="is no name of a session"):
+            llm.session(name, tmp_path)
+    monkeypatch.setenv("KVAD_SESSIONS", str(tmp_path / "mine"))
+    session = llm.session("trip")
+    session.generate("hello", **GREEDY)
+    session.save()
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["trip.session"]
+    assert llm.session(tmp_path / "mine" / "trip.session").tokens == session.tokens
+    (tmp_path / "mine" / ".trip.session.999999999.01234567.tmp").write_bytes(b"x")
+    llm.session("other")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["trip.session"]
+
+
+def test_a_disk_that_fails(llm, tmp_path):
+    def session_of(disk):
+        made = Session(llm._desk, llm.texts, llm._chosen, path=tmp_path / "trip.session", disk=disk)
+        made.generate("hello", **GREEDY)
+        return made
+
+    session_of(FailingDisk()).save()
+    before = (tmp_path / "trip.session").read_bytes()
+    session = session_of(FailingDisk(2, code=errno.ENOSPC))
+    with pytest.raises(SaveError, match="No space left"):
+        session.save()
+    assert (tmp_path / "trip.session").read_bytes() == before
+    assert session.save()  # the next time it does not fail
+    session = session_of(FailingDisk(1, which=("read",)))
+    with pytest.raises(EntryError, match="Input/output error") as caught:
+        session.load()
+    assert caught.value.why == "unread" and session.generate(" x", **GREEDY).text is not None
