@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad.cache.ranks import TOVA
@@ -20,10 +20,11 @@ from kvad.cache.sizing import CacheConfig
 from kvad.config import ModelConfig
 from kvad.model.transformer import Transformer
 from kvad.parallel.links import Links
+from kvad.step import Step
 from tests.drive import Stream
 from tests.mesh_restore import restore
 from tests.models import bidirectional, model_config
-from tests.ranks import Case, answers, run_rank
+from tests.ranks import Case, answers, deserted, run_rank
 
 HEADS = 8
 
@@ -68,6 +69,29 @@ def pair(position: str = "rope", kv_heads: int = 4) -> ModelConfig:
     return replace(config, decoder=decoder, encoder=side, source=source)
 
 
+class Fading(nn.Module):
+    """A position encoding of one's own: keys fade with the square root of their distance, faster in later heads."""
+
+    def __init__(self, mixer: cfg.Attention, head_dim: int) -> None:
+        super().__init__()
+        self.rates = torch.arange(1, mixer.heads + 1) / 9
+
+    def forward(self, step: Step) -> Fading:
+        return self
+
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        behind = (queries.unsqueeze(-1) - keys.unsqueeze(-2)).abs().double()
+        return -self.rates.view(1, -1, 1, 1) * behind.sqrt().unsqueeze(1)
+
+
+def own_positions() -> ModelConfig:
+    config = shaped("none")
+    assert config.decoder is not None
+    layer = config.decoder.kinds["L"]
+    position = cfg.OwnPositions("tests.mesh_cases:Fading")
+    return with_layer(config, replace(layer, mixer=replace(layer.mixer, position=position)))
+
+
 def encoder() -> ModelConfig:
     """An encoder alone, with the head of a masked language model."""
     config = shaped("alibi")
@@ -108,9 +132,34 @@ def roomy(**given: Any) -> CacheConfig:
     return tight(**{"blocks": None, **given})
 
 
+# Those that others come close to run with the long tests.
+LONG = {
+    "alibi mha 1x2",
+    "contiguous 2x1",
+    "encoder 1x2",
+    "hierarchy 1x2",
+    "hierarchy 2x1",
+    "int8/int4 1x2",
+    "learned 1x2",
+    "norm replicated 2x1",
+    "norms of all heads 4x1",
+    "norms of each head 2x1",
+    "pair t5 1x2",
+    "quest 2x1",
+    "read 2x1",
+    "rope 1x4",
+    "sinks 2x1",
+    "tova 1x2",
+    "tova int8 2x2",
+    "values 2x1",
+    "windows 2x1",
+}
+
+
 def case(name: str, mesh: str, config: ModelConfig, cache: CacheConfig, **given: Any) -> Case:
     rows = streams(len(name), config.source is not None)
-    return Case(f"{name} {mesh}", mesh, config, cache, rows, **given)
+    known = f"{name} {mesh}"
+    return Case(known, mesh, config, cache, rows, long=known in LONG, **given)
 
 
 SUMMED = "hierarchy(8, packed=8, every=4, sinks=4, summaries=8, ratio=2)"
@@ -160,6 +209,8 @@ def of_two() -> list[Case]:
         case("hierarchy", "1x2", shaped(), roomy(policy=SUMMED)),
         case("learned", "2x1", shaped(), roomy(policy=SUMMED), learned=True),
         case("learned", "1x2", shaped(), roomy(policy=SUMMED), learned=True),
+        case("deserted", "2x1", shaped(), roomy(), run=deserted),
+        case("own positions", "2x1", own_positions(), tight()),
         case("encoder", "2x1", encoder(), roomy(), run=answers),
         case("encoder", "1x2", encoder(), roomy(), run=answers),
         case("source alone", "2x1", pair(), tight(source_capacity=64), run=answers),
@@ -253,12 +304,13 @@ def broken() -> list[Case]:
     ]
 
 
-def cases(size: int) -> list[Case]:
-    return [*of_two(), *broken()] if size == 2 else of_four()
+def cases(size: int, which: str = "") -> list[Case]:
+    """``which``: "short", "long", or a case's name; "" for all."""
+    every = [*of_two(), *broken()] if size == 2 else of_four()
+    if which in ("short", "long"):
+        return [each for each in every if each.long == (which == "long")]
+    return [each for each in every if which in ("", each.name)]
 
 
 if __name__ == "__main__":
-    size = int(sys.argv[3])
-    wanted = sys.argv[4:]
-    chosen = [each for each in cases(size) if not wanted or each.name in wanted]
-    run_rank(Path(sys.argv[1]), int(sys.argv[2]), size, chosen)
+    run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), cases(int(sys.argv[3]), *sys.argv[4:]))

@@ -89,7 +89,7 @@ def restore(case: Case, rank: int, store: Store) -> Result | None:
         mesh = Mesh.parse(name)
         if rank >= mesh.size:
             continue
-        links = connect(mesh.at(rank), dist.PrefixStore(f"wake {name}", store), timeout=TIMEOUT)
+        links = connect(mesh.at(rank), dist.PrefixStore(f"wake {name}", store), timeout=TIMEOUT, idle=TIMEOUT)
         model = cut(case, links)
         if rank:
             follow(model, part(model, case.cache, links))
@@ -114,7 +114,7 @@ def _keep(
     """The row's place and its state, read while it lives, and again from where it was parked."""
     if rank >= mesh.size:
         return None
-    links = connect(mesh.at(rank), dist.PrefixStore("keep", store), timeout=TIMEOUT)
+    links = connect(mesh.at(rank), dist.PrefixStore("keep", store), timeout=TIMEOUT, idle=TIMEOUT)
     model = cut(case, links)
     if rank:
         follow(model, part(model, case.cache, links))

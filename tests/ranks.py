@@ -26,11 +26,13 @@ from kvad.cache.sizing import CacheConfig
 from kvad.config import ModelConfig, mixers
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
+from kvad.errors import EngineError
 from kvad.model.compress import Compressor
 from kvad.model.transformer import Transformer
 from kvad.parallel.links import Links, connect
 from kvad.parallel.ranks import Leading, Part, follow, lead, part
 from kvad.parallel.shard import shard
+from kvad.parallel.wire import receive
 from kvad.step import RESERVED_BLOCKS
 from tests.drive import Stream, drive
 from tests.models import build
@@ -53,6 +55,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     wrong: Callable[[Transformer, Links], None] | None = None
     run: Callable[[Case, int, Store], Result | None] | None = None  # instead of the usual
+    long: bool = False  # run with the long tests only
     learned: bool = False  # summaries by a compressor whose numbers are random
     texts: bool = False  # compare the texts of real engines, one of whose requests is cancelled, too
 
@@ -131,7 +134,7 @@ def compressor(case: Case) -> Compressor:
 
 def answers(case: Case, rank: int, store: Store) -> Result | None:
     """What an encoder says of texts: hidden states, or what its head makes of them.  Nothing is cached."""
-    links = connect(Mesh.parse(case.mesh).at(rank), store, timeout=TIMEOUT)
+    links = connect(Mesh.parse(case.mesh).at(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
     model = cut(case, links)
     if rank:
         follow(model, part(model, case.cache, links))
@@ -150,6 +153,23 @@ def answers(case: Case, rank: int, store: Store) -> Result | None:
         said.append([pieces[number] for number in range(len(texts))])
         engine.close()
     return {"far": max((a - b).abs().max().item() for a, b in zip(*said, strict=True))}  # type: ignore[operator]
+
+
+def deserted(case: Case, rank: int, store: Store) -> Result | None:
+    """Rank 1 hears of one step and goes away: rank 0 says so, and ends the rows of its step."""
+    links = connect(Mesh.parse(case.mesh).at(rank), store, timeout=TIMEOUT, idle=TIMEOUT)
+    model = cut(case, links)
+    if rank:
+        receive(links.of_first)
+        return None
+    engine = Engine(model, case.cache, memory=lead(model, links))
+    engine.submit([1, 2, 3], Sampling(max_tokens=3))
+    try:
+        engine.step()
+    except EngineError as error:
+        (piece,) = engine.step()
+        return {"message": str(error), "finish": piece.finish, "error_of_row": piece.error}
+    return {"message": "", "finish": None, "error_of_row": None}
 
 
 def greedy(engine: Engine, case: Case) -> dict[str, list[int]]:
@@ -186,7 +206,7 @@ def run_rank(folder: Path, rank: int, size: int, cases: Sequence[Case]) -> None:
             if case.run is not None:
                 result = case.run(case, rank, apart)
             else:
-                result = compare(case, connect(mesh.at(rank), apart, timeout=TIMEOUT))
+                result = compare(case, connect(mesh.at(rank), apart, timeout=TIMEOUT, idle=TIMEOUT))
         except BaseException:
             result = {"error": traceback.format_exc()}
         if result is not None:
@@ -194,12 +214,13 @@ def run_rank(folder: Path, rank: int, size: int, cases: Sequence[Case]) -> None:
     (folder / f"result-{rank}.json").write_text(json.dumps(results))
 
 
-def spawn(folder: Path, module: str, size: int) -> dict[str, Result]:
-    """Start ``size`` processes of ``module``'s ``main`` and read what rank 0 found; any rank's error is in it."""
+def spawn(folder: Path, module: str, size: int, which: str) -> dict[str, Result]:
+    """Start ``size`` processes of ``module`` for ``which`` of its cases and read what rank 0 found; any rank's error is
+    in it."""
     folder.mkdir(parents=True, exist_ok=True)
     quiet = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen([sys.executable, "-m", module, str(folder), str(rank), str(size)], env=quiet)
+        subprocess.Popen([sys.executable, "-m", module, str(folder), str(rank), str(size), which], env=quiet)
         for rank in range(size)
     ]
     try:

@@ -2,12 +2,13 @@
 
 A stage's ranks add up their parts of a sum (tensor parallel); the stages of equal tensor rank hand hidden states on
 (pipeline); all ranks hear the plans (world).  Any of torch's process groups will do; :func:`connect` makes gloo's.
-Everything is called by all ranks of a group in the same order, or it waits until the group's timeout and raises.
+Everything is called by all ranks of a group in the same order, or it waits until the group's timeout and raises
+EngineError.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 __all__ = ["Links", "Talks", "connect"]
+
+DAY = 86_400.0  # seconds
 
 
 class Talks(Protocol):
@@ -52,7 +55,7 @@ class Links:
         if torch.is_grad_enabled() and x.requires_grad:
             raise EngineError("a model on several ranks keeps no graph", "run it under torch.no_grad()")
         x = x.contiguous()
-        self.stage.allreduce([x]).wait()
+        self._wait(self.stage.allreduce, [x])
         return x
 
     def gather(self, x: Tensor, every: int = 1) -> Tensor:
@@ -61,68 +64,84 @@ class Links:
             return x
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.mesh.tensor)]
-        self.stage.allgather([parts], [x]).wait()
+        self._wait(self.stage.allgather, [parts], [x])
         return torch.cat(parts[::every])
 
     def hand_on(self, x: Tensor) -> None:
         """To the next stage."""
         assert self.line is not None
-        self.line.send([x.contiguous()], self.mesh.stage + 1, 0).wait()
+        self._wait(self.line.send, [x.contiguous()], self.mesh.stage + 1, 0)
 
     def take_over(self, like: Tensor) -> Tensor:
         """From the stage before: a tensor like this one."""
         assert self.line is not None
         x = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.line.recv([x], self.mesh.stage - 1, 0).wait()
+        self._wait(self.line.recv, [x], self.mesh.stage - 1, 0)
         return x
 
     def of_last(self, x: Tensor) -> Tensor:
         """What the last stage has, on every stage; ``x`` is like it."""
-        return x if self.line is None else _broadcast(self.line, x.contiguous(), self.mesh.pipeline - 1)
+        return x if self.line is None else self._broadcast(self.line, x.contiguous(), self.mesh.pipeline - 1)
 
     def of_first(self, x: Tensor) -> Tensor:
         """What rank 0 has, on every rank; ``x`` is like it."""
-        return x if self.world is None else _broadcast(self.world, x.contiguous(), 0)
+        return x if self.world is None else self._broadcast(self.world, x.contiguous(), 0)
 
     def send(self, x: Tensor, rank: int) -> None:
         assert self.world is not None
-        self.world.send([x.contiguous()], rank, 1).wait()
+        self._wait(self.world.send, [x.contiguous()], rank, 1)
 
     def receive(self, x: Tensor, rank: int) -> Tensor:
         """Into ``x``, which comes back."""
         assert self.world is not None
-        self.world.recv([x], rank, 1).wait()
+        self._wait(self.world.recv, [x], rank, 1)
         return x
 
+    def _broadcast(self, group: Talks, x: Tensor, root: int) -> Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        self._wait(group.broadcast, [x], options)
+        return x
 
-def _broadcast(group: Talks, x: Tensor, root: int) -> Tensor:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = root, 0
-    group.broadcast([x], options).wait()
-    return x
+    def _wait(self, call: Callable[..., Any], *given: Any) -> None:
+        """EngineError where another rank does not answer."""
+        try:
+            call(*given).wait()
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0].partition(". ")[0]
+            raise EngineError(
+                f"rank {self.mesh.rank} of a mesh of {self.mesh}: another rank does not answer: {reason}",
+                "it has ended, or failed while others wait: end all ranks and start them anew",
+            ) from error
 
 
-def connect(mesh: Mesh, store: Store, *, host: str = "127.0.0.1", timeout: float = 60.0) -> Links:
+def connect(
+    mesh: Mesh, store: Store, *, host: str = "127.0.0.1", timeout: float = 60.0, idle: float = 30 * DAY
+) -> Links:
     """Gloo's groups for this rank, found through ``store`` (a file's, or a port's), on this machine's address ``host``.
 
-    Every rank of the mesh calls it.  A mesh of its own wants a store, or a prefix, of its own.  ``timeout`` in seconds.
+    Every rank of the mesh calls it.  A mesh of its own wants a store, or a prefix, of its own.  In seconds: ``timeout``
+    for ranks to find each other, and in the middle of a step; ``idle`` for rank 0 to say what is next.  A rank whose
+    process has ended is noticed at once.
     """
     gloo: Any = dist.ProcessGroupGloo  # its options are known to no type checker
 
-    def group(name: str, ranks: Sequence[int]) -> Talks | None:
+    def group(name: str, ranks: Sequence[int], patience: float = timeout) -> Talks | None:
         if len(ranks) == 1:
             return None
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=host)]
         options._timeout = timedelta(seconds=timeout)
         apart = dist.PrefixStore(f"{mesh} {name}", store)  # type: ignore[attr-defined]
-        made: Talks = gloo(apart, ranks.index(mesh.rank), len(ranks), options)
-        return made
+        made = gloo(apart, ranks.index(mesh.rank), len(ranks), options)
+        made.set_timeout(timedelta(seconds=patience))
+        talks: Talks = made
+        return talks
 
     first = mesh.stage * mesh.tensor
     return Links(
         mesh,
-        world=group("world", range(mesh.size)),
+        world=group("world", range(mesh.size), idle),
         stage=group(f"stage {mesh.stage}", range(first, first + mesh.tensor)),
         line=group(f"line {mesh.tensor_rank}", range(mesh.tensor_rank, mesh.size, mesh.tensor)),
     )

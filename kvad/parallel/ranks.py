@@ -203,7 +203,8 @@ def lead(model: Transformer, links: Links) -> Callable[..., Leading]:
 def follow(model: Transformer, memory: Part) -> None:
     """Do what rank 0 says, until it releases its memory.  ``model``: cut; ``memory``: made as rank 0's was.
 
-    What fails on one rank leaves the others waiting until the groups' timeout: whoever starts ranks ends them together.
+    EngineError where a rank that is waited for has ended, or is silent for too long in the middle of a step.  What
+    fails on one rank is told to no other: whoever starts ranks ends them together.
     """
     links = memory.links
     device = model.table.device

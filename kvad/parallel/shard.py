@@ -38,7 +38,7 @@ __all__ = ["shard", "shard_compressor"]
 def shard(model: Transformer, links: Links) -> None:
     """Cut ``model``, for good, down to this rank's part.  ConfigError where the mesh does not fit the model.
 
-    Its memory is then one of ``cut_groups``; Fresh knows nothing of stages and is for meshes of one.
+    Its memory is then one of ``cut_groups``; Fresh knows nothing of stages and is for meshes of one stage.
     """
     mesh = links.mesh
     check_mesh(model.config, mesh)
