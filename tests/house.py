@@ -74,6 +74,7 @@ WITHOUT_TORCH = [
     "kvad.engine.lanes",
     "kvad.engine.limits",
     "kvad.engine.scheduler",
+    "kvad.checkpoint.compressor_folder",
     "kvad.lab.plan",
     "kvad.lab.caches",
     "kvad.lab.fit",

@@ -53,6 +53,8 @@ COUNTS = _Counts()
 @click.option("--layout", type=click.Choice(LAYOUTS), default="paged", show_default=True)
 @click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
 @policy_options
+@click.option("--compressor", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries: its folder.")
+@click.option("--deterministic", is_flag=True, help="The same bits in any batch: what its tiles take.")
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
 @click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
 @click.option("--fit", metavar="SIZE", help="What could I run in 8GiB?  Several --context and --rows are for this.")
@@ -72,6 +74,8 @@ def plan(
     weights_dtype: str | None,
     layout: str,
     block_size: int,
+    compressor: Path | None,
+    deterministic: bool,
     chunk: int,
     budget: int,
     fit: str | None,
@@ -96,6 +100,7 @@ def plan(
     """
     from kvad.cache.available import available_bytes
     from kvad.cache.sizing import DTYPE_BYTES
+    from kvad.checkpoint.compressor_folder import read_summaries
     from kvad.lab.machine import read_bandwidth
     from kvad.lab.plan import make_report, plan_target, read_target, to_json
 
@@ -121,6 +126,8 @@ def plan(
         keys=cache_keys,
         values=cache_values,
         budget=budget,
+        learned=None if compressor is None else read_summaries(compressor),
+        deterministic=deterministic,
         rows=8 if rows is None else max(rows),
         layout=layout,
         block_size=block_size,

@@ -65,8 +65,11 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     if not plan.groups:
         pool = [("cache", 0, "none: an encoder keeps nothing between two steps")]
     gathered = "keys and values gathered for one layer, masks" if plan.groups else "masks of one layer"
+    if plan.deterministic:
+        gathered += ", tiles"
     table = [
         ("weights", plan.weights, f"{plan.weights_dtype}, exact"),
+        *([("compressor", plan.compressor, "float32, exact")] if plan.compressor else []),
         *pool,
         ("scratch", plan.scratch, f"at most: {gathered}{_scores(plan)}"),
         ("activations", plan.activations, f"at most: {_step(plan)}"),
