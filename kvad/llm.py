@@ -30,6 +30,7 @@ from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sessions import default_folder, named, sweep
 from kvad.cache.sizing import CacheConfig
 from kvad.checkpoint.compressor import load_compressor
+from kvad.checkpoint.compressor_folder import read_summaries
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import DTYPES
 from kvad.checkpoint.open import Opened, model_of, open_checkpoint
@@ -135,8 +136,12 @@ class LLM:
         opened = open_checkpoint(path, revision=revision)
         computed = _computed_dtype(opened, dtype, where)
         config = memory if memory is not None else default_cache(opened.config, cache_dtype or computed, **cache)
+        stored = None if compressor is None else read_summaries(Path(compressor))
         if where.type == "cpu":
-            require(plan_memory(opened.config, config, weights_dtype=computed), available_bytes())
+            planned = plan_memory(
+                opened.config, config, weights_dtype=computed, learned=stored, deterministic=deterministic
+            )
+            require(planned, available_bytes())
         for name in opened.generation.unheard:
             warnings.warn(f"{opened.path}: generation_config.json: {name} is not applied", stacklevel=2)
         learned = None if compressor is None else load_compressor(Path(compressor), opened)

@@ -93,6 +93,7 @@ WITHOUT_TORCH = [
     "kvad.engine.limits",
     "kvad.engine.scheduler",
     "kvad.engine.swaps",
+    "kvad.checkpoint.compressor_folder",
     "kvad.lab.plan",
     "kvad.lab.caches",
     "kvad.lab.fit",

@@ -131,27 +131,26 @@ def test_a_cell_of_a_broken_format_is_measured_as_broken(monkeypatch: pytest.Mon
 
 
 def test_the_lines_of_a_bench_become_a_table(tmp_path) -> None:
+    same = {
+        "model": "runs/m",
+        "digest": "d",
+        "commit": "c",
+        "machine": "here",
+        "options": {"cut": "once"},
+        "length": 64,
+    }
+    task = {"measure": "single", "tasks": 8}
+    half = {"cache": "snapkv", "ratio": 0.5}
     lines = [
-        {"cache": "snapkv", "ratio": 0.5, "measure": "text", "price": 1.25, "kl": 0.03, "model": "m", "commit": "c"},
-        {
-            "cache": "snapkv",
-            "ratio": 0.5,
-            "measure": "single",
-            "length": 64,
-            "depth": 0.5,
-            "recall": 0.75,
-            "model": "m",
-        },
-        {
-            "cache": "snapkv",
-            "ratio": 0.5,
-            "measure": "single",
-            "length": 64,
-            "depth": 0.0,
-            "recall": 0.25,
-            "commit": "c",
-        },
+        {**same, **task, "cache": "full", "ratio": 0.0, "depth": 0.0, "recall": 1.0},
+        {**same, **task, "cache": "full", "ratio": 0.0, "depth": 0.0, "recall": 0.5, "length": 128},
+        {**same, **half, "measure": "text", "price": 1.25, "kl": 0.03},
+        {**same, **half, **task, "depth": 0.5, "recall": 0.75},
+        {**same, **half, **task, "depth": 0.0, "recall": 0.25},
     ]
-    (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)))
-    text = page.page({**RESULTS, "quality": page.quality(tmp_path / "lines")})
+    path = tmp_path / "lines.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    text = page.page({**RESULTS, "quality": page.quality(path)})
+    assert "| `full` | 0.0% | - | - | 1.00 | - | - |" in text
     assert "| `snapkv` | 50.0% | 3.0e-02 | 1.250 | 0.50 | - | - |" in text
+    assert "Of `m` at c, asked after the cut, cut once" in text

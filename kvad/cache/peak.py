@@ -21,6 +21,9 @@ activations, the largest of these moments, W the width of what a head's matrix r
     logits      c T E + rows V (c + 3 * 4)                    one per row, and the sampler's float32 copies
                 c T (E + 3 W + n V) + S V (c + 3)             of an encoder: of every token (n = 1, and 1 if they are
                                                               scaled, 2 if capped), and a row of them looked over
+
+The same bits in any batch take tiles beside that: c T max(E + (H + K) D + K Dv, E + H Dv, E + 3 F), of whole tiles, and
+of the logits' rows E + 2 V.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvad.cache.formats import find_format
-from kvad.cache.scratch import ENCODED, MASK_BUDGET, SCORE_BUDGET, Read, scratch_bytes, stored_bytes
+from kvad.cache.scratch import ENCODED, MASK_BUDGET, SCORE_BUDGET, TILE, Read, scratch_bytes, stored_bytes
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Group
 from kvad.cache.spilled import spilling
 from kvad.config import (
@@ -60,19 +63,36 @@ class Peak(NamedTuple):
     activations: int
 
 
-def peak(config: ModelConfig, cache: CacheConfig, groups: Sequence[Group], computed: str, budget: int) -> Peak:
-    """Of the largest step; ``computed``: the dtype that the model computes in."""
+def peak(
+    config: ModelConfig,
+    cache: CacheConfig,
+    groups: Sequence[Group],
+    computed: str,
+    budget: int,
+    *,
+    hidden: int = 0,
+    deterministic: bool = False,
+) -> Peak:
+    """Of the largest step; ``computed``: the dtype that the model computes in; ``hidden``: units of a compressor."""
     scratch = activations = 0
+    span = cache.capacity if deterministic else 0
     if config.decoder is not None:
         tokens = decoder_tokens(cache, budget, groups)
-        scratch = scratch_bytes(list(_decoder_reads(config.decoder, cache, groups, tokens)), computed)
-        activations = _decoding(config, config.decoder, cache, tokens, DTYPE_BYTES[computed])
+        reads = [_how(read, hidden, span) for read in _decoder_reads(config.decoder, cache, groups, tokens)]
+        scratch = scratch_bytes(reads, computed)
+        more = _tiled(config, config.decoder, tokens, config.width) if deterministic else 0
+        activations = _decoding(config, config.decoder, cache, tokens, more, DTYPE_BYTES[computed])
     if config.encoder is not None:
         tokens = encoder_tokens(config, cache, budget)
-        reads = list(_encoder_reads(config, config.encoder, cache, tokens))
+        reads = [_how(read, hidden, span) for read in _encoder_reads(config, config.encoder, cache, tokens)]
         scratch = max(scratch, scratch_bytes(reads, computed))
-        activations = max(activations, _encoding(config, config.encoder, cache, tokens, DTYPE_BYTES[computed]))
+        more = _tiled(config, config.encoder, tokens, source_width(config)) if deterministic else 0
+        activations = max(activations, _encoding(config, config.encoder, cache, tokens, more, DTYPE_BYTES[computed]))
     return Peak(scratch, activations)
+
+
+def _how(read: Read, hidden: int, tiled: int) -> Read:
+    return replace(read, hidden=hidden, tiled=tiled, below=tuple(_how(part, hidden, tiled) for part in read.below))
 
 
 def decoder_tokens(cache: CacheConfig, budget: int, groups: Sequence[Group]) -> int:
@@ -145,17 +165,23 @@ def _named(stack: Stack, index: int) -> tuple[str, Attention]:
 # ---------------------------------------------------------------- activations
 
 
-def _decoding(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int, size: int) -> int:
+def _decoding(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int, more: int, size: int) -> int:
+    """``more``: values that products of tiles make beside those of a moment."""
     moments = list(_moments(config, stack, config.width))
     logits = tokens * config.width * size + cache.rows * config.vocab * (size + 3 * 4)
-    return max(size * tokens * max(moments), logits)
+    if more:
+        logits += _padded(cache.rows) * (config.width + 2 * config.vocab) * size
+    return max(size * (tokens * max(moments) + more), logits)
 
 
-def _encoding(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int, size: int) -> int:
+def _encoding(config: ModelConfig, stack: Stack, cache: CacheConfig, tokens: int, more: int, size: int) -> int:
     width = source_width(config)
-    most = size * tokens * max(_moments(config, stack, width))
+    most = size * (tokens * max(_moments(config, stack, width)) + more)
     if config.decoder is None:
-        return max(most, _answers(config, cache, tokens, size))
+        answers = _answers(config, cache, tokens, size)
+        if more:
+            answers += size * 2 * _padded(tokens) * (2 * head_width(config) + _outputs(config))
+        return max(most, answers)
     for layer in config.decoder.kinds.values():
         assert layer.cross is not None, "each layer of an encoder-decoder attends to the source"
         dim, kv_heads = head_dim(config, layer.cross), layer.cross.kv_heads or layer.cross.heads
@@ -171,12 +197,35 @@ def _answers(config: ModelConfig, cache: CacheConfig, tokens: int, size: int) ->
     head = config.head
     if config.per_row:
         return size * (tokens * config.width + cache.rows * (2 * config.width + 3 * head_width(config)))
-    outputs = len(head.labels) if isinstance(head, Classes) else config.vocab
+    outputs = _outputs(config)
     copies = 1
     if isinstance(head, Head):
         copies += (head.scale != 1.0) + 2 * (head.softcap is not None)
     made = size * tokens * (config.width + 3 * head_width(config) + copies * outputs)
     return made + min(tokens, cache.capacity) * outputs * (size + 3)
+
+
+def _outputs(config: ModelConfig) -> int:
+    return len(config.head.labels) if isinstance(config.head, Classes) else config.vocab
+
+
+def _tiled(config: ModelConfig, stack: Stack, tokens: int, width: int) -> int:
+    """Values of a product that is made in tiles (``ops/invariant.py``): its input, aligned, and its tiles, before they
+    are joined; and three of what an activation is given."""
+    most = 0
+    for layer in stack.kinds.values():
+        for mixer in (layer.mixer, layer.cross):
+            if mixer is not None:
+                dim, kv_heads = head_dim(config, mixer), mixer.kv_heads or mixer.heads
+                value_dim = mixer.value_dim or dim
+                made = (mixer.heads + kv_heads) * dim + kv_heads * value_dim
+                most = max(most, width + made, width + mixer.heads * value_dim)
+        most = max(most, width + 3 * layer.mlp.hidden)
+    return _padded(tokens) * most
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // TILE) * TILE
 
 
 def _moments(config: ModelConfig, stack: Stack, width: int) -> Iterator[int]:

@@ -2,9 +2,9 @@
 
 Two kinds of numbers, and they are kept apart:
 
-* **to the byte**: weights (``sum of state_dict nbytes``), what is spilled (``spilled.py``: host memory, staging,
-  checksums; and on disk, when all rows are at their longest) and the pool (``Memory.payload_bytes``, ``scale_bytes``,
-  ``column_bytes``), because the same functions size the real ones.  A pool is payload, scales and columns for the rows
+* **to the byte**: weights (``sum of state_dict nbytes``), a compressor's, what is spilled (``spilled.py``: host memory,
+  staging, checksums; and on disk, when all rows are at their longest) and the pool (``Memory.payload_bytes``,
+  ``scale_bytes``, ``column_bytes``), because the same functions size the real ones.  A pool is payload, scales and columns for the rows
   asked, in whole blocks, and the *reserved* blocks of each group beside them (``step.py``: empty and bin).
 * **an upper bound of a step's peak**: scratch and activations of the largest step that the scheduler may plan, of the
   decoder or of the encoder; ``cache/peak.py`` has the formulas.  Not counted: the interpreter and torch themselves
@@ -16,7 +16,7 @@ An encoder has no pool: it keeps nothing between two steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvad.cache.available import available_bytes
@@ -26,7 +26,7 @@ from kvad.cache.policy import Hierarchy
 from kvad.cache.settle import settle
 from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, GroupBytes, group_bytes, groups
 from kvad.cache.spilled import Spilling, spilling
-from kvad.cache.weights import lookup_bytes, weight_bytes, weight_shapes
+from kvad.cache.weights import Summaries, compressor_shapes, lookup_bytes, weight_bytes, weight_shapes
 from kvad.config import DynamicScaling, Experts, LongRopeScaling, ModelConfig, OwnPositions, Rope, mixers
 from kvad.errors import ConfigError, MemoryPlanError, nearest
 from kvad.step import RESERVED_BLOCKS
@@ -36,6 +36,7 @@ __all__ = [
     "GroupPlan",
     "MemoryPlan",
     "available_bytes",
+    "check_compressor",
     "check_policy",
     "fits",
     "largest",
@@ -94,7 +95,11 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Everything in bytes.  ``budget``: new tokens of a step at most; ``cache``: as asked for (``settle.py``)."""
+    """Everything in bytes.  ``budget``: new tokens of a step at most; ``cache``: as asked for (``settle.py``).
+
+    ``learned``: what makes summaries, None for their means; ``compressor``: its parameters, which are float32 whatever
+    the weights are.  ``deterministic``: the same bits in any batch.
+    """
 
     config: ModelConfig
     cache: CacheConfig
@@ -105,6 +110,9 @@ class MemoryPlan:
     scratch: int
     activations: int
     spilling: Spilling
+    compressor: int = 0
+    learned: Summaries | None = None
+    deterministic: bool = False
 
     @property
     def payload(self) -> int:
@@ -151,7 +159,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         beside = self.spilling.host + self.parking + self.tiers
-        return self.weights + self.pool + self.scratch + self.activations + beside
+        return self.weights + self.compressor + self.pool + self.scratch + self.activations + beside
 
 
 def check_policy(config: ModelConfig, cache: CacheConfig, *, deterministic: bool = False) -> None:
@@ -222,25 +230,64 @@ def _check_summaries(config: ModelConfig, cache: CacheConfig) -> None:
             )
 
 
+def check_compressor(ratio: int, placed: Sequence[Group]) -> None:
+    """ConfigError where a cache of these groups has no summaries for a compressor of this ratio to make."""
+    levels = [group.level for group in placed if group.level is not None and group.level.ratio > 1]
+    if not levels:
+        raise ConfigError(
+            "compressor: the cache's policy summarises nothing",
+            f'say --policy "hierarchy(64, packed=0, summaries=256, ratio={ratio})"',
+        )
+    for level in levels:
+        if level.ratio != ratio:
+            raise ConfigError(
+                f"compressor: it makes a summary of {ratio} tokens, the policy of {level.ratio}",
+                f"say ratio={ratio}, or train another",
+            )
+
+
 def plan_memory(
-    config: ModelConfig, cache: CacheConfig, *, weights_dtype: str = "float32", budget: int = BUDGET
+    config: ModelConfig,
+    cache: CacheConfig,
+    *,
+    weights_dtype: str = "float32",
+    budget: int = BUDGET,
+    learned: Summaries | None = None,
+    deterministic: bool = False,
 ) -> MemoryPlan:
     """Size everything.  Weights are computed with in their own dtype.
 
-    Raises ConfigError for a dtype, a budget or a cache that cannot be.
+    Raises ConfigError for a dtype, a budget or a cache that cannot be, or not with these ``learned`` summaries, or not
+    ``deterministic``.
     """
     if weights_dtype not in DTYPE_BYTES:
         raise ConfigError(f"unknown dtype {weights_dtype!r} of weights", nearest(weights_dtype, DTYPE_BYTES))
     if budget < 1:
         raise ConfigError(f"budget: must be at least 1, found {budget}")
-    return _plan(config, cache, weights_dtype, budget, weight_bytes(config, weights_dtype))
+    if deterministic and weights_dtype == "float16":
+        raise ConfigError("deterministic: not promised in float16", "dtype=float32 or bfloat16")
+    weights = weight_bytes(config, weights_dtype)
+    made = _plan(config, cache, weights_dtype, budget, weights, learned, deterministic)
+    if learned is not None:
+        check_compressor(learned.ratio, [each.group for each in made.groups])
+    return made
 
 
-def _plan(config: ModelConfig, cache: CacheConfig, weights_dtype: str, budget: int, weights: int) -> MemoryPlan:
+def _plan(
+    config: ModelConfig,
+    cache: CacheConfig,
+    weights_dtype: str,
+    budget: int,
+    weights: int,
+    learned: Summaries | None,
+    deterministic: bool,
+) -> MemoryPlan:
     settled = settle(config, cache)
-    check_policy(config, settled)
+    check_policy(config, settled, deterministic=deterministic)
     made = groups(mixers(config), settled)
-    passing = peak(config, settled, made, weights_dtype, budget)
+    summarised = any(group.level is not None and group.level.ratio > 1 for group in made)
+    hidden = learned.hidden if learned is not None and summarised else 0
+    passing = peak(config, settled, made, weights_dtype, budget, hidden=hidden, deterministic=deterministic)
     return MemoryPlan(
         config,
         cache,
@@ -251,7 +298,15 @@ def _plan(config: ModelConfig, cache: CacheConfig, weights_dtype: str, budget: i
         passing.scratch,
         passing.activations,
         spilling(made, settled.spill_ram),
+        _compressor_bytes(config, learned) if learned is not None and summarised else 0,
+        learned,
+        deterministic,
     )
+
+
+def _compressor_bytes(config: ModelConfig, learned: Summaries) -> int:
+    shapes = compressor_shapes(mixers(config), learned).values()
+    return DTYPE_BYTES["float32"] * sum(map(math.prod, shapes))
 
 
 def require(plan: MemoryPlan, available: int | None) -> None:
@@ -262,11 +317,11 @@ def require(plan: MemoryPlan, available: int | None) -> None:
     if available is None or plan.total <= available:
         return
     sources = f" and sources of {plan.cache.source_capacity:,}" if plan.config.source is not None else ""
+    parts = plan.weights + plan.compressor, plan.pool + plan.spilling.host, plan.scratch + plan.activations
+    weights, cache, work = map(_shown, parts)
     message = (
         f"{plan.cache.rows:,} rows of {plan.cache.capacity:,} tokens{sources} need {_shown(plan.total)} (weights "
-        f"{_shown(plan.weights)}, cache {_shown(plan.pool + plan.spilling.host)}, "
-        f"work {_shown(plan.scratch + plan.activations)}"
-        f"{f', tiers {_shown(plan.tiers)}' if plan.tiers else ''}) "
+        f"{weights}, cache {cache}, work {work}{f', tiers {_shown(plan.tiers)}' if plan.tiers else ''}) "
         f"and {_shown(available)} is available"
     )
     raise MemoryPlanError(message, _advice(plan, available))
@@ -341,7 +396,8 @@ def fits(plan: MemoryPlan, memory: int) -> tuple[Fit, ...]:
 def planned_total(plan: MemoryPlan, cache: CacheConfig) -> int:
     """Of the same model with another cache, weights and work included.  ConfigError for a cache that cannot be."""
     cache = replace(cache, on_full=cache.on_full if _goes_on(plan.config, cache) else "preempt")
-    return _plan(plan.config, cache, plan.weights_dtype, plan.budget, plan.weights).total
+    same = plan.weights_dtype, plan.budget, plan.weights, plan.learned, plan.deterministic
+    return _plan(plan.config, cache, *same).total
 
 
 def _goes_on(config: ModelConfig, cache: CacheConfig) -> bool:

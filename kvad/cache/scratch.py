@@ -33,6 +33,10 @@ and kept until the step ends, for each part:
 Of a level that is spilled (``spilled.py``) S is of one tile, and up to three tiles are there at once: two that are
 merged, and the next while it is unpacked.  Only its positions are kept for all of it.
 
+The same bits in any batch (``ops/aligned.py``) make scores for all that is attended to, in tiles of keys and of
+queries: ``_in_tiles``; that is where the smallest tile of products has :data:`TILE` rows, as :mod:`kvad.ops.invariant`
+found it on every machine so far.  Where it finds a larger one, an engine makes more.
+
 Between two steps, when nothing of that is there, a policy moves tokens: ``_moved``.
 """
 
@@ -45,13 +49,16 @@ from kvad.cache.formats import find_format
 from kvad.cache.sizing import DTYPE_BYTES, Group
 from kvad.config import Alibi, Attention, Rope, T5Bias
 
-__all__ = ["ENCODED", "MASK_BUDGET", "SCORE_BUDGET", "Read", "scratch_bytes", "stored_bytes"]
+__all__ = ["ENCODED", "MASK_BUDGET", "SCORE_BUDGET", "TILE", "TILES", "Read", "scratch_bytes", "stored_bytes"]
 
 MASK_BUDGET = 1 << 22  # ops/attend.py's, which imports torch; a test holds them equal
 SCORE_BUDGET = 1 << 24
+TILES, KEYS, NARROW = (8, 32, 128), 128, 16  # ops/invariant.py's, in the same way
+TILE = TILES[0]
 ENCODED = 13  # bytes of a number while it is encoded: three float32 and what is stored
 MOVED = 40  # of a number of what descends: as stored, in float32, turned, and encoded anew
 MERGED = 2  # tiles of a spilled level that wait, unpacked, while the next is
+LEARNED = 12  # more of each, where a compressor looks at it; and of its units
 RANKED = 80  # of a token that is ranked, per head: its rank in float64, sorted, and their indices
 
 
@@ -62,7 +69,8 @@ class Read:
     ``mixers`` by what their biases are shared under; ``spec``: (K, D, Dv) of the keys and values; ``keys``: how many of
     them; ``group``: where they lie, None for what was just made; ``gathered``: they are copied out of it;
     ``unrotated``: RoPE turns them as they are read; ``below``: what lies in the levels of the same layers; ``whole``:
-    of what is read a tile at a time, the slots of a row in all tiles (0: it is read at once).
+    of what is read a tile at a time, the slots of a row in all tiles (0: it is read at once).  ``hidden``: units of
+    what makes summaries, 0 for means; ``tiled``: positions of a row where it is attended to in tiles, else 0.
     """
 
     mixers: Mapping[str, Attention]
@@ -76,6 +84,8 @@ class Read:
     unrotated: bool = False
     below: tuple[Read, ...] = ()
     whole: int = 0
+    hidden: int = 0
+    tiled: int = 0
 
     @property
     def values(self) -> int:
@@ -181,6 +191,8 @@ def _decoded(read: Read, name: str, dim: int, computed: str) -> int:
 
 
 def _attended(read: Read, computed: str) -> int:
+    if read.tiled:
+        return _in_tiles(read, computed)
     size, row = DTYPE_BYTES[computed], read.rows * read.slots
     masks = read.masks * min(read.tokens * read.slots, max(MASK_BUDGET, row))
     made = 12 * masks * (2 if read.renumbered else 1)
@@ -197,6 +209,33 @@ def _attended(read: Read, computed: str) -> int:
         elif read.per_head:
             made += 24 * scores
     return made + (16 * row * read.spec[0] if read.watched else 0)
+
+
+def _in_tiles(read: Read, computed: str) -> int:
+    """Q scores of a block of queries of all rows, 5 times: products, their stack, scaled (and once more where they are
+    capped), hidden; weights.  Biases 4 times, and masks, of all that lies between the first position and the last.
+    Tiles of keys and values, the answer and its sums.
+
+    A block has queries of whole groups, as few as :data:`TILE` and as many as SCORE_BUDGET lets a tile hold.
+    """
+    kv_heads, dim, value_dim = read.spec
+    wide, heads = max(4, DTYPE_BYTES[computed]), read.heads
+    least, most = (-(-rows // (heads // kv_heads)) for rows in (TILE, TILES[-1]))
+    fitting = SCORE_BUDGET // (heads * read.slots)
+    queries = max(read.rows * least, min(read.rows * most, read.tokens + read.rows * least, fitting))
+    reach = None if read.group is None else read.group.mixer
+    slots = spread = KEYS * (
+        -(-read.slots // KEYS) + (reach is not None and reach.window is not None)
+    )  # tiles at edges
+    if reach is not None and reach.sinks:
+        spread = max(slots, KEYS * (-(-read.tiled // KEYS) + 1))
+    capped = any(mixer.softcap is not None for mixer in read.mixers.values())
+    made = (5 + capped) * wide * heads * queries * slots + 16 * queries * spread + 32 * read.rows * spread
+    if any(isinstance(mixer.position, (Alibi, T5Bias)) for mixer in read.mixers.values()):
+        made += (4 * wide * heads + 48) * queries * spread
+    tile = read.rows * kv_heads * KEYS * 3 * (max(dim, value_dim) + NARROW) * wide
+    answers = heads * (queries * (3 * dim + 5 * (value_dim + NARROW)) + 2 * read.tokens * value_dim) * wide
+    return made + tile + answers + 2 * read.keys * kv_heads * value_dim * DTYPE_BYTES[computed]
 
 
 def _makes_scores(mixer: Attention, spec: tuple[int, int, int], computed: str) -> bool:
@@ -225,7 +264,10 @@ def _moved(read: Read) -> int:
     kv_heads, dim, value_dim = read.spec
     if group.levels is not None:
         moving = read.rows * (group.levels.every + group.block_size)
-        return moving * kv_heads * (dim + value_dim) * MOVED
+        moved = moving * kv_heads * (dim + value_dim) * MOVED
+        return moved + (
+            moving * kv_heads * (LEARNED * (dim + value_dim + 2) + LEARNED * read.hidden) if read.hidden else 0
+        )
     if group.scored is None:
         return 0
     slot = kv_heads * (stored_bytes((group.keys, group.values), dim, value_dim, group.block_size) + 12)

@@ -7,7 +7,8 @@ here and not in ``kvad.model`` because planning must know it without torch, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvad.cache.sizing import DTYPE_BYTES
 from kvad.config import (
@@ -19,6 +20,7 @@ from kvad.config import (
     Head,
     Layer,
     LearnedPositions,
+    MixerSpec,
     ModelConfig,
     Norm,
     OwnPositions,
@@ -33,7 +35,18 @@ from kvad.config import (
 )
 from kvad.own import load_own
 
-__all__ = ["PARTS", "lookup_bytes", "misfits", "num_parameters", "part_of", "parts", "weight_bytes", "weight_shapes"]
+__all__ = [
+    "PARTS",
+    "Summaries",
+    "compressor_shapes",
+    "lookup_bytes",
+    "misfits",
+    "num_parameters",
+    "part_of",
+    "parts",
+    "weight_bytes",
+    "weight_shapes",
+]
 
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
@@ -43,6 +56,27 @@ PARTS = ("embedding", "attention", "mlp", "norms", "head")
 def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Name -> shape of every tensor that a checkpoint of this model stores."""
     return dict(_model(config))
+
+
+class Summaries(NamedTuple):
+    """What learned summaries are made by: one of ``ratio`` tokens, by ``hidden`` units."""
+
+    ratio: int
+    hidden: int
+
+
+def compressor_shapes(mixers: Sequence[MixerSpec], learned: Summaries) -> dict[str, Shape]:
+    """The same of a compressor for layers that are so (``model/compress.py``): those that keep all their tokens."""
+    found: dict[str, Shape] = {}
+    for number, mixer in enumerate(mixers):
+        if mixer.causal and not mixer.cross and mixer.window is None:
+            both, (ratio, hidden), name = mixer.head_dim + mixer.value_dim, learned, f"layers.{number}"
+            found[f"{name}.look"] = (mixer.kv_heads, 2, both)
+            found[f"{name}.place"] = (mixer.kv_heads, 2, ratio)
+            found[f"{name}.inner"] = (mixer.kv_heads, both, hidden)
+            found[f"{name}.inner_bias"] = (mixer.kv_heads, hidden)
+            found[f"{name}.outer"] = (mixer.kv_heads, hidden, both + 1)
+    return found
 
 
 def misfits(config: ModelConfig, stored: Mapping[str, Shape]) -> list[str]:

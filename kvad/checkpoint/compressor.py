@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kvad.checkpoint.atomic import discard, new_folder, sweep
-from kvad.checkpoint.folder import MANIFEST, TRAINING, check_file, entry_of, read_json, read_manifest, steps_of
+from kvad.checkpoint.compressor_folder import FORMAT, NAME, TENSORS, read_compressor
+from kvad.checkpoint.folder import MANIFEST, TRAINING, entry_of, steps_of
 from kvad.checkpoint.native import save_tensors, write_json
 from kvad.checkpoint.opened import Opened, Tensors, Training, read_training
 from kvad.config import meaning, mixers
@@ -29,8 +30,6 @@ from kvad.model.compress import Compressor
 
 __all__ = ["StoredCompressor", "load_compressor", "model_fingerprint", "open_compressor", "save_compressor"]
 
-NAME, TENSORS = "compressor.json", "compressor.safetensors"
-FORMAT = 1
 LOOKED_AT = 64  # numbers of each tensor
 
 
@@ -113,21 +112,7 @@ class StoredCompressor:
 
 def open_compressor(path: Path) -> StoredCompressor:
     """A folder, or the newest of a run.  Raises CheckpointError for what is no whole compressor."""
-    path = Path(path)
-    steps = steps_of(path)
-    folder = path if (path / NAME).is_file() or not steps else steps[-1]
-    if not (folder / NAME).is_file():
-        what = "no such folder" if not path.exists() else f"it has no {NAME}"
-        raise CheckpointError(f"{path} is not a compressor: {what}", "kvad train --objective compress makes one")
-    for name, entry in read_manifest(folder, TENSORS).items():
-        check_file(folder / name, entry, verify=name == TENSORS)
-    content = read_json(folder / NAME)
-    if content.get("format") != FORMAT:
-        raise CheckpointError(f"{folder / NAME}: format {content.get('format')!r}, this kvad reads {FORMAT}")
-    for key, kind in (("model", str), ("ratio", int), ("hidden", int)):
-        if type(content.get(key)) is not kind:
-            raise CheckpointError(f"{folder / NAME}: {key}: {content.get(key)!r}", "train it anew")
-    return StoredCompressor(folder, content)
+    return StoredCompressor(*read_compressor(path))
 
 
 def load_compressor(path: Path, opened: Opened) -> Compressor:

@@ -56,6 +56,8 @@ COUNTS = _Counts()
 @policy_options
 @park_ram_option
 @tier_options
+@click.option("--compressor", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries: its folder.")
+@click.option("--deterministic", is_flag=True, help="The same bits in any batch: what its tiles take.")
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
 @click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
 @click.option("--fit", metavar="SIZE", help="What could I run in 8GiB?  Several --context and --rows are for this.")
@@ -76,6 +78,8 @@ def plan(
     weights_dtype: str | None,
     layout: str,
     block_size: int,
+    compressor: Path | None,
+    deterministic: bool,
     chunk: int,
     budget: int,
     fit: str | None,
@@ -103,6 +107,7 @@ def plan(
     from kvad.cache.available import available_bytes
     from kvad.cache.mesh import Mesh
     from kvad.cache.sizing import DTYPE_BYTES
+    from kvad.checkpoint.compressor_folder import read_summaries
     from kvad.lab.machine import read_bandwidth
     from kvad.lab.plan import make_report, plan_target, read_target, to_json
 
@@ -131,6 +136,8 @@ def plan(
         keys=cache_keys,
         values=cache_values,
         budget=budget,
+        learned=None if compressor is None else read_summaries(compressor),
+        deterministic=deterministic,
         rows=8 if rows is None else max(rows),
         layout=layout,
         block_size=block_size,

@@ -75,8 +75,11 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
             "two tiles of them, and checksums of those on disk, exact",
         ),
     ]
+    if plan.deterministic:
+        gathered += ", tiles"
     table = [
         ("weights", plan.weights, f"{plan.weights_dtype}, exact"),
+        *([("compressor", plan.compressor, "float32, exact")] if plan.compressor else []),
         *pool,
         *(spilled if plan.spilling.shares else []),
         ("scratch", plan.scratch, f"at most: {gathered}{_scores(plan)}"),

@@ -150,7 +150,7 @@ def train(
 
 
 def _is_compressor(out: Path) -> bool:
-    from kvad.checkpoint.compressor import NAME
+    from kvad.checkpoint.compressor_folder import NAME
     from kvad.checkpoint.folder import steps_of
 
     return any((path / NAME).is_file() for path in steps_of(out)[-1:])

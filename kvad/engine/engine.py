@@ -20,7 +20,7 @@ from kvad.cache.full import LimitName
 from kvad.cache.identity import Identity
 from kvad.cache.ledger import Ledger
 from kvad.cache.memory import Memory
-from kvad.cache.planning import check_policy
+from kvad.cache.planning import check_compressor, check_policy
 from kvad.cache.settle import settle
 from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.cache.spill import Spill
@@ -473,20 +473,9 @@ def _spill(placed: Sequence[Group], cache: CacheConfig, disk: Disk) -> Spill | N
 
 
 def _check_compressor(compressor: Compressor, placed: Sequence[Group]) -> None:
-    levels = [group for group in placed if group.level is not None and group.level.ratio > 1]
-    if not levels:
-        raise ConfigError(
-            "compressor: the cache's policy summarises nothing",
-            f'say --policy "hierarchy(64, packed=0, summaries=256, ratio={compressor.ratio})"',
-        )
+    check_compressor(compressor.ratio, placed)
     layers = compressor.by_layer()
-    for group in levels:
-        assert group.level is not None
-        if group.level.ratio != compressor.ratio:
-            raise ConfigError(
-                f"compressor: it makes a summary of {compressor.ratio} tokens, the policy of {group.level.ratio}",
-                f"say ratio={compressor.ratio}, or train another",
-            )
+    for group in (group for group in placed if group.level is not None and group.level.ratio > 1):
         sizes = group.mixer.kv_heads, group.mixer.head_dim, group.mixer.value_dim
         for layer in group.layers:
             if layer not in layers or layers[layer].sizes != sizes:

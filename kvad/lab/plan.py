@@ -23,7 +23,7 @@ from kvad.cache.planning import GroupPlan, MemoryPlan, fits, plan_memory, step_b
 from kvad.cache.portions import RankPlan, plan_ranks
 from kvad.cache.settle import settle
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig, Fit
-from kvad.cache.weights import num_parameters
+from kvad.cache.weights import Summaries, num_parameters
 from kvad.checkpoint.folder import CONFIG, MODEL, is_foreign, locate
 from kvad.checkpoint.hub import INDEX, SINGLE, resolve
 from kvad.config import ModelConfig, mixers
@@ -46,7 +46,10 @@ __all__ = [
     "to_json",
 ]
 
-BYTES = ("weights", "payload", "scales", "columns", "reserved", "pool", "scratch", "activations", "tiers", "total")
+BYTES = (
+    "weights", "compressor", "payload", "scales", "columns", "reserved", "pool", "scratch", "activations", "tiers",
+    "total",
+)  # fmt: skip
 
 
 class Target(NamedTuple):
@@ -156,10 +159,13 @@ def plan_target(
     weights_dtype: str | None = None,
     dtype: str | None = None,
     budget: int,
+    learned: Summaries | None = None,
+    deterministic: bool = False,
     **cache: Any,
 ) -> MemoryPlan:
     """``context`` (of an encoder: its texts) defaults to the model's limit, ``source_context`` to the source's, the
     weights to what is stored (else float32), the cache to the weights' dtype; ``cache``: other fields of CacheConfig.
+    ``learned`` and ``deterministic`` as :func:`~kvad.cache.planning.plan_memory` takes them.
 
     Raises UsageError for a context beyond the model's limit or a source that it does not have, ConfigError for anything
     else that cannot be.
@@ -184,7 +190,9 @@ def plan_target(
         dtype=dtype or weights,
         **cache,
     )
-    return plan_memory(target.config, config, weights_dtype=weights, budget=budget)
+    return plan_memory(
+        target.config, config, weights_dtype=weights, budget=budget, learned=learned, deterministic=deterministic
+    )
 
 
 def make_report(
@@ -259,6 +267,7 @@ def memory_json(plan: MemoryPlan) -> Mapping[str, object]:
         "context": plan.cache.capacity,
         "source_context": None if plan.config.source is None else plan.cache.source_capacity,
         "budget": plan.budget,
+        "deterministic": plan.deterministic,
         "bytes": {name: getattr(plan, name) for name in BYTES},
         "parked_row": plan.parked_row,
         "spilled": {name: getattr(plan.spilling, name) for name in ("ram", "staging", "sums", "disk")},

@@ -14,13 +14,25 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvad.cache import peak, planning
+from kvad.cache import peak, planning, scratch
 from kvad.cache.available import available_bytes
 from kvad.cache.memory import Memory
-from kvad.cache.planning import fits, plan_memory, require, step_bytes
+from kvad.cache.planning import fits, plan_memory, planned_total, require, step_bytes
 from kvad.cache.sizing import DTYPE_BYTES, CacheConfig
-from kvad.cache.weights import PARTS, lookup_bytes, num_parameters, part_of, parts, weight_bytes, weight_shapes
+from kvad.cache.weights import (
+    PARTS,
+    Summaries,
+    compressor_shapes,
+    lookup_bytes,
+    num_parameters,
+    part_of,
+    parts,
+    weight_bytes,
+    weight_shapes,
+)
+from kvad.checkpoint.compressor import save_compressor
 from kvad.checkpoint.imported import Imported
+from kvad.checkpoint.opened import Training
 from kvad.cli.main import main
 from kvad.cli.plan import plan as command
 from kvad.config import (
@@ -36,14 +48,16 @@ from kvad.config import (
     Pooled,
     Stack,
     T5Bias,
+    mixers,
 )
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
 from kvad.errors import ConfigError, MemoryPlanError
 from kvad.lab.machine import read_bandwidth
 from kvad.lab.shapes import SHAPES, shape
+from kvad.model.compress import Compressor
 from kvad.model.transformer import Transformer
-from kvad.ops import attend
+from kvad.ops import attend, invariant
 from lab.models import CONFIGS, ENCODERS, EVERY, PAIRS, encoder, pair, tiny, write_checkpoint, write_foreign
 
 ROOT = Path(__file__).parents[2]
@@ -435,6 +449,137 @@ def test_a_step_stays_within_scratch_and_activations(name):
     plan = plan_memory(config, asked, weights_dtype=dtype, budget=1024)
     bound = plan.scratch + plan.activations
     assert seen.peak <= bound <= 9 * seen.peak, (seen.peak, bound)
+
+
+TILED = [
+    *("paged", "one row in place", "int8", "half", "window", "wide gated mlp", "experts", "softcap", "alibi", "t5"),
+    *("values of another width", "sinks", "pair", "pair t5 half", "encoder", "encoder t5", "encoder, capped"),
+]
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_a_step_of_the_same_bits_stays_within_scratch_and_activations(name):
+    config, more, dtype = BOUNDED[name]
+    asked = CacheConfig(**{"rows": 2, "capacity": 256, "chunk": 128, "source_capacity": 200, "prefix": False, **more})
+    engine = Engine(Transformer(config).to(getattr(torch, dtype)), asked, budget=1024, deterministic=True)
+    fill(engine, config, asked)
+    with Peak() as seen:
+        while not engine.idle:
+            engine.step()
+    plan = plan_memory(config, asked, weights_dtype=dtype, budget=1024, deterministic=True)
+    bound = plan.scratch + plan.activations
+    assert seen.peak <= bound <= 9 * seen.peak, (seen.peak, bound)
+    assert plan.pool == plan_memory(config, asked, weights_dtype=dtype, budget=1024).pool
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_sinks_and_the_last_tokens_are_far_apart(rows):
+    """Tiles lie at positions: what a block of queries may see is counted from the first sink to the last token."""
+    config = replace(middling(Attention(8, 4, position=Alibi())), limit=2048)
+    asked = CacheConfig(rows=rows, capacity=700, chunk=64, policy="sinks(4, 60)", prefix=False)
+    engine = Engine(Transformer(config), asked, budget=512, deterministic=True)
+    fill(engine, config, asked)
+    with Peak() as seen:
+        while not engine.idle:
+            engine.step()
+    plan = plan_memory(config, asked, budget=512, deterministic=True)
+    assert seen.peak <= plan.scratch + plan.activations <= 9 * seen.peak
+
+
+def test_the_tiles_are_those_of_products():
+    assert (scratch.TILES, scratch.KEYS, scratch.NARROW) == (invariant.SIZES, invariant.KEYS, invariant.NARROW)
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "says"),
+    [
+        ({"policy": "snapkv(16)"}, "float32", "not promised under the policy snapkv"),
+        ({}, "float16", "not promised in float16"),
+    ],
+)
+def test_what_is_not_promised_is_not_planned(asked, dtype, says):
+    with pytest.raises(ConfigError, match=says):
+        plan_memory(CONFIGS["plain"], cache(**asked), weights_dtype=dtype, deterministic=True)
+
+
+# ---------------------------------------------------------------- learned summaries
+
+
+SUMMARISING = {"policy": "hierarchy(8, packed=8, summaries=12, ratio=2, every=4)"}
+
+
+@pytest.mark.parametrize("name", ["plain", "dims", "window", "pattern"])
+@pytest.mark.parametrize("hidden", [1, 16])
+def test_a_compressor_takes_what_is_predicted(name, hidden):
+    own = mixers(EVERY[name])
+    if not any(mixer.window is None for mixer in own):
+        pytest.skip("no layer keeps all its tokens")
+    state = Compressor(own, 2, hidden).state_dict()
+    learned = Summaries(2, hidden)
+    assert compressor_shapes(own, learned) == {key: tuple(tensor.shape) for key, tensor in state.items()}
+    plan = plan_memory(EVERY[name], cache(**SUMMARISING), weights_dtype="bfloat16", learned=learned)
+    plain = plan_memory(EVERY[name], cache(**SUMMARISING), weights_dtype="bfloat16")
+    assert plan.compressor == sum(tensor.nbytes for tensor in state.values()) and plain.compressor == 0
+    assert (plan.weights, plan.pool) == (plain.weights, plain.pool)
+    assert plan.total - plain.total == plan.compressor + plan.scratch - plain.scratch
+
+
+@pytest.mark.parametrize("hidden", [4, 2000])
+@pytest.mark.parametrize("policy", ["summaries, t5, read", "long summaries"])
+def test_summarising_stays_within_scratch_and_activations(policy, hidden):
+    config, more, dtype = BOUNDED[policy]
+    asked = CacheConfig(**{"rows": 2, "capacity": 256, "chunk": 128, "prefix": False, **more})
+    compressor = Compressor(mixers(config), 8, hidden)
+    engine = Engine(Transformer(config).to(getattr(torch, dtype)), asked, budget=1024, compressor=compressor)
+    fill(engine, config, asked)
+    with Peak() as seen:
+        while not engine.idle:
+            engine.step()
+    plan = plan_memory(config, asked, weights_dtype=dtype, budget=1024, learned=Summaries(8, hidden))
+    assert seen.peak <= plan.scratch + plan.activations <= 9 * seen.peak
+
+
+def test_a_compressor_wants_summaries_of_its_ratio():
+    with pytest.raises(ConfigError, match="summarises nothing"):
+        plan_memory(CONFIGS["plain"], cache(), learned=Summaries(2, 4))
+    with pytest.raises(ConfigError, match="it makes a summary of 8 tokens, the policy of 2"):
+        plan_memory(CONFIGS["plain"], cache(**SUMMARISING), learned=Summaries(8, 4))
+
+
+def test_what_else_would_fit_has_a_compressor_where_it_summarises():
+    plan = plan_memory(CONFIGS["plain"], cache(**SUMMARISING), learned=Summaries(2, 16))
+    full = plan_memory(CONFIGS["plain"], cache())
+    assert planned_total(plan, plan.cache) == plan.total and planned_total(plan, full.cache) == full.total
+    tiled = plan_memory(CONFIGS["plain"], cache(), deterministic=True)
+    assert planned_total(tiled, tiled.cache) == tiled.total > full.total
+
+
+def test_a_compressors_folder_is_planned(tmp_path, capsys):
+    config = CONFIGS["plain"]
+    folder = write_checkpoint(tmp_path / "run", config)
+    compressor = Compressor(mixers(config), 4, 8)
+    save_compressor(tmp_path / "learned", 1, compressor, "of the model", {}, Training({}, {}))
+    policy = ("--policy", "hierarchy(16, packed=0, summaries=16, ratio=4, every=16)")
+    asked = (str(folder), *policy, "--compressor", str(tmp_path / "learned"))
+    found = as_json(capsys, *asked)
+    taken = sum(tensor.nbytes for tensor in compressor.state_dict().values())
+    assert found["bytes"]["compressor"] == taken and found["deterministic"] is False
+    _, out, _ = run(capsys, *asked, "--bandwidth", "10")
+    assert f"{taken:,} " in next(line for line in out.splitlines() if line.startswith("compressor"))
+    code, _, err = run(capsys, str(folder), "--compressor", str(tmp_path / "learned"))
+    assert code == 2 and "summarises nothing" in err
+    code, _, err = run(capsys, str(folder), *policy, "--compressor", str(tmp_path / "none"))
+    assert code == 2 and "is not a compressor: no such folder" in err
+
+
+def test_the_same_bits_are_planned_by_a_flag(capsys):
+    plain, same = (as_json(capsys, "gpt2", "--rows", "2", *more) for more in ((), ("--deterministic",)))
+    assert same["deterministic"] and same["bytes"]["pool"] == plain["bytes"]["pool"]
+    assert same["bytes"]["scratch"] > plain["bytes"]["scratch"]
+    assert same["bytes"]["activations"] > plain["bytes"]["activations"]
+    assert "masks, tiles" in run(capsys, "gpt2", "--deterministic", "--bandwidth", "10")[1]
+    code, _, err = run(capsys, "gpt2", "--deterministic", "--policy", "quest(64)")
+    assert code == 2 and "not promised under the policy quest(64)" in err
 
 
 def test_texts_beyond_the_budget_are_read_in_several_steps():

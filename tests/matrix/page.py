@@ -21,13 +21,15 @@ from typing import Any
 from kvad.cache.formats import FORMATS
 from kvad.cache.named import POLICIES
 from kvad.lab.asked import sized
+from kvad.lab.prices import read_prices
 from tests.matrix.cells import BLOCK, ENCODINGS, EXACT, LAYOUTS, LONGEST, TOPOLOGIES, ask, every, key
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RESULTS = ROOT / "docs" / "matrix.md", ROOT / "docs" / "matrix.json"
 AGAIN = "scripts/matrix --run"
+KINDS = ("single", "many", "chain")
 
-Results = dict[str, Any]  # table -> cell -> what cells.ask says; "quality" -> lines
+Results = dict[str, Any]  # table -> cell -> what cells.ask says; "quality" -> prices
 Notes = dict[str, int]  # a refusal -> its number
 
 HEAD = """# The matrix: what a cache promises
@@ -97,10 +99,8 @@ def _short(value: Any) -> Any:
 
 
 def quality(path: Path) -> list[dict[str, Any]]:
-    """Of a bench's lines, what the page shows; DataError is not ours to make: it is a file that kvad wrote."""
-    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-    kept = ("cache", "ratio", "measure", "length", "depth", "price", "kl", "recall", "model", "commit")
-    return [{name: line[name] for name in kept if name in line} for line in lines]
+    """What a bench's lines say of each cache, as ``kvad/lab/prices.py`` reads them."""
+    return [{**vars(each), "prices": [vars(price) for price in each.prices]} for each in read_prices(path)]
 
 
 def stored(results: Results) -> str:
@@ -172,37 +172,40 @@ def _cell(policy: str, said: Mapping[str, Any], notes: Notes) -> str:
     return f"exact, {said['loss']:.0e}" if "loss" in said else "exact"
 
 
-def _price(lines: Sequence[Mapping[str, Any]]) -> str:
-    if not lines:
+def _price(measured: Sequence[Mapping[str, Any]]) -> str:
+    if not measured:
         return (
             "Not measured here yet: random models have no quality to lose. `kvad bench cache-quality` measures it on a "
             "model that\nlooks keys up (`runs/lookup-cpu.toml`), and `scripts/matrix --quality FILE` puts its lines "
             "here; `kvad verify --policy`\nsays it of any model.\n"
         )
-    rows = []
-    for cache, ratio in dict.fromkeys((line["cache"], line["ratio"]) for line in lines):
-        own = [line for line in lines if (line["cache"], line["ratio"]) == (cache, ratio)]
-        text = next((line for line in own if line["measure"] == "text"), {})
-        recall = [
-            _mean(line["recall"] for line in own if line["measure"] == kind) for kind in ("single", "many", "chain")
-        ]
-        rows.append(
-            (f"`{cache}`", f"{ratio:.1%}", _said(text.get("kl"), ".1e"), _said(text.get("price"), ".3f"), *recall)
-        )
-    model = ", ".join(sorted({f"{line.get('model', '')} at {line.get('commit') or 'no commit'}" for line in lines}))
-    head = ("cache", "dropped", "KL", "perplexity, times", "single", "many", "chain")
-    return f"Of {model}: against the model without a cache; recall over all lengths and depths.\n\n" + _table(
-        head, rows
+    head = ("cache", "dropped", "KL", "perplexity, times", *KINDS)
+    return "\n".join(_source(each) + _table(head, map(_priced, each["prices"])) for each in measured)
+
+
+def _source(each: Mapping[str, Any]) -> str:
+    options = each["options"]
+    asked = f"asked {options.get('asked', 'after')} the cut, cut {options.get('cut', 'often')}"
+    return (
+        f"Of `{each['model']}` at {each['commit'] or 'no commit'}, {asked}: against the model without a cache; recall "
+        "over all lengths at which the\nfull cache finds what is hidden. Of `quest`, what is dropped is not read. "
+        "[cache-quality.md](cache-quality.md) says how.\n\n"
+    )
+
+
+def _priced(price: Mapping[str, Any]) -> tuple[str, ...]:
+    recall = [_said(price["recall"].get(kind), ".2f") for kind in KINDS]
+    return (
+        f"`{price['cache']}`",
+        f"{price['ratio']:.1%}",
+        _said(price["kl"], ".1e"),
+        _said(price["times"], ".3f"),
+        *recall,
     )
 
 
 def _said(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _mean(values: Iterable[float]) -> str:
-    found = list(values)
-    return f"{math.fsum(found) / len(found):.2f}" if found else "-"
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
