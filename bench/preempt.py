@@ -6,7 +6,8 @@ A model of the demo's shape (random weights, a longer limit) reads a prompt of e
 Seconds are the median of what an engine spends until the row's next token: of its steps, or of the copies and the
 file's writing and reading (each waited for).  ``predicted`` is what ``engine/costs.py`` believed after a warm-up;
 ``chosen`` is what it would do, and ``right`` whether that was the cheaper of what was measured.  ``crossover`` is the
-shortest row of those measured for which a swap is cheaper, None where none is.
+shortest row of those measured for which a swap is cheaper, None where none is; ``pays_above``: as nothing of these rows
+survives in the pool, so many of their tokens would have to be missing for a swap to be worth it.
 """
 
 from __future__ import annotations
@@ -139,7 +140,16 @@ def measured(engines: dict[str, Engine], length: int, repeats: int) -> dict[str,
     chosen = {way: way if predicted[way] < predicted["computed"] else "computed" for way in ("memory", "disk")}
     right = {way: ms[chosen[way]] == min(ms[way], ms["computed"]) for way in chosen}
     told = {way: round(1e3 * each, 3) for way, each in predicted.items()}
-    return {"tokens": tokens, "bytes": nbytes, "ms": ms, "predicted": told, "chosen": chosen, "right": right}
+    pays = {way: round(tokens * max(0.0, ms[way]) / ms["computed"], 1) for way in chosen}
+    return {
+        "tokens": tokens,
+        "bytes": nbytes,
+        "ms": ms,
+        "pays_above": pays,
+        "predicted": told,
+        "chosen": chosen,
+        "right": right,
+    }
 
 
 def main() -> None:

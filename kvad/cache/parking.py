@@ -146,14 +146,16 @@ class Parking:
             self._rows[key] = _Row(nbytes, order, needed)
 
     def state(self, key: int) -> State:
-        return self._rows[key].state
+        """Of a row that somebody else has put into the store: here."""
+        return self._rows[key].state if key in self._rows else "here"
 
     def fault(self, key: int) -> str:
         """Why a row is lost."""
         return self._rows[key].fault
 
     def nbytes(self, key: int) -> int:
-        return self._rows[key].nbytes
+        """0 for a row of somebody else's."""
+        return self._rows[key].nbytes if key in self._rows else 0
 
     def fetch(self, key: int) -> None:
         """Have a row in memory soon: it is the next one that is wanted."""
