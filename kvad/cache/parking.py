@@ -146,7 +146,7 @@ class Parking:
             self._rows[key] = _Row(nbytes, order, needed)
 
     def state(self, key: int) -> State:
-        """Of a row that was not parked but came from elsewhere: it is here."""
+        """Of a row that somebody else has put into the store: here."""
         return self._rows[key].state if key in self._rows else "here"
 
     def fault(self, key: int) -> str:
@@ -154,7 +154,7 @@ class Parking:
         return self._rows[key].fault
 
     def nbytes(self, key: int) -> int:
-        """In this parking; 0 of a row that came from elsewhere."""
+        """0 for a row of somebody else's."""
         return self._rows[key].nbytes if key in self._rows else 0
 
     def fetch(self, key: int) -> None:

@@ -4,8 +4,9 @@ Two kinds of numbers, and they are kept apart:
 
 * **to the byte**: weights (``sum of state_dict nbytes``), a compressor's, what is spilled (``spilled.py``: host memory,
   staging, checksums; and on disk, when all rows are at their longest) and the pool (``Memory.payload_bytes``,
-  ``scale_bytes``, ``column_bytes``), because the same functions size the real ones.  A pool is payload, scales and columns for the rows
-  asked, in whole blocks, and the *reserved* blocks of each group beside them (``step.py``: empty and bin).
+  ``scale_bytes``, ``column_bytes``), because the same functions size the real ones.  A pool is payload, scales and
+  columns for the rows asked, in whole blocks, and the *reserved* blocks of each group beside them (``step.py``: empty
+  and bin).
 * **an upper bound of a step's peak**: scratch and activations of the largest step that the scheduler may plan, of the
   decoder or of the encoder; ``cache/peak.py`` has the formulas.  Not counted: the interpreter and torch themselves
   (about 250 MiB), allocator slack, and prompt scoring, which wants the logits of all T tokens instead of one per row.

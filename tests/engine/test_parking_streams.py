@@ -350,6 +350,62 @@ def test_a_copy_that_fails_is_not_missed(name: str) -> None:
     assert world.lost == world.ledger.lossy
 
 
+class Asked(Costs):
+    """Notes what it is asked, and says as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, bool, bool]] = []
+        self.way_back = True
+
+    def swap_is_cheaper(self, nbytes: int, tokens: int, *, disk: bool = False, back: bool = False) -> bool:
+        self.asked.append((tokens, disk, back))
+        return self.way_back if back else True
+
+
+def two_of_a_prompt() -> tuple[ParkWorld, Asked, list[int]]:
+    """Two requests share 16 published tokens of 20, and one of them has given way and is on disk."""
+    world = ParkWorld(EVERY["exact-mixed-tall"], random.Random(0), disk=UnluckyDisk(random.Random(0)))
+    costs = world.swaps.costs = Asked()
+    world.swaps.stubborn = 1.0
+    prompt = list(range(100, 118))
+    numbers = []
+    for _ in range(2):
+        numbers.append(world.add(prompt, Sampling(max_tokens=9), stops=frozenset()))
+        while not world.scheduler.rows(numbers[-1])[0].generated:
+            world.step()
+    return world, costs, numbers
+
+
+def test_what_other_rows_hold_counts_for_computing_again() -> None:
+    world, costs, numbers = two_of_a_prompt()
+    (row,) = world.scheduler.rows(numbers[1])
+    computed, shared = row.computed, world.ledger.survives(row.seat)
+    assert shared >= 16
+    world.scheduler._preempt(row)
+    assert costs.asked == [(computed - shared, True, False)]
+    world.drain()
+
+
+def test_a_row_that_is_known_by_now_is_not_read() -> None:
+    world, costs, numbers = two_of_a_prompt()
+    files, (row,) = world.parking.files, world.scheduler.rows(numbers[1])
+    assert isinstance(files, LateFiles)
+    files.jobs = lambda: 0
+    world.scheduler._preempt(row)
+    for _ in range(2):
+        world.step()
+    files.work(10)
+    costs.way_back = False
+    world.step()
+    tokens, *way = costs.asked[-1]
+    assert tokens <= 1 and way == [True, True]
+    assert row.parked is None and row.state == "running"
+    assert world.swaps.stats().parking.read == 0 and not len(world.parking)
+    files.jobs = lambda: 1
+    world.drain()
+
+
 # ---------------------------------------------------------------- broken on purpose
 
 
