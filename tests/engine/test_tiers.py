@@ -117,9 +117,11 @@ def test_another_engine_finds_what_this_one_stored_and_says_the_same(tmp_path, h
 @pytest.mark.parametrize(
     "fields", [{"dtype": "float32"}, {"keys": "int8", "values": "int4"}, {"dtype": "bfloat16"}, {"rotate": "read"}]
 )
-@pytest.mark.parametrize("policy", ["full", "sinks(3, 9)", "window(9)", "quest(16)"])
-def test_formats_and_policies_come_back_bit_for_bit(tmp_path, fields, policy):
-    """What was stored and what is computed anew are the same bytes."""
+@pytest.mark.parametrize("policy", ["full", "sinks(3, 9)", "quest(16)"])
+def test_formats_and_policies_come_back_as_they_were(tmp_path, fields, policy):
+    """What was stored is read as what is computed anew."""
+    if policy.startswith("quest") and "rotate" in fields:
+        pytest.skip("bounds are of rotated keys")
     fields = {"policy": policy, **fields}
     first = make(tmp_path, **fields)
     [(tokens, _)] = say(first, PROMPT)
@@ -129,7 +131,7 @@ def test_formats_and_policies_come_back_bit_for_bit(tmp_path, fields, policy):
     got, cached = logits_of(second, whole)
     wanted, none = logits_of(fresh, whole)
     assert cached and not none
-    assert (got - wanted).abs().max() <= (1e-10 if fields.get("dtype") != "bfloat16" and "keys" not in fields else 0.3)
+    assert (got - wanted).abs().max() <= 1e-6
     second.close()
 
 
@@ -237,22 +239,22 @@ def test_whichever_operation_of_the_disk_fails_the_output_is_right(tmp_path, mon
     counted = FailingDisk()
     assert life(tmp_path / "counted", counted) == (expected, 0)
     heard = 0
-    for k in range(0, counted.count, 1 + counted.count // 120):
+    for k in range(0, counted.count, 1 + counted.count // 60):
         shutil.copytree(tmp_path / "stored", tmp_path / f"{k}")
         answers, failed = life(tmp_path / f"{k}", FailingDisk(k, on=k % 3 == 0, code=(errno.EIO, errno.ENOSPC)[k % 2]))
         assert answers == expected, k
         heard += bool(failed)
         shutil.rmtree(tmp_path / f"{k}")
-    assert heard > 50
+    assert heard > 20
 
 
 def test_every_flip_and_every_cut_is_a_miss_and_the_output_is_right(tmp_path):
-    first = make(tmp_path)
-    [(tokens, _)] = say(first, PROMPT[:9], new=3)
+    model, changed = build(model_config(heads="mqa", layers=1)), 0
+    first = make(tmp_path, model=model)
+    [(tokens, _)] = say(first, PROMPT[:5], new=2)
     first.close()
     files = sorted(tmp_path.glob("*.kv"))
     raws = [file.read_bytes() for file in files]
-    model, changed = build(model_config()), 0
     for number, raw in enumerate(raws):
         for at in range(0, len(raw), 64):
             for kind in ("flip", "cut"):
@@ -262,12 +264,12 @@ def test_every_flip_and_every_cut_is_a_miss_and_the_output_is_right(tmp_path):
                     file.write_bytes(old)
                 files[number].write_bytes(spoiled if kind == "flip" else raw[:at])
                 engine = make(tmp_path, model=model)
-                [(got, cached)] = say(engine, PROMPT[:9], new=3, poison=False)
-                assert got == tokens and cached in (0, 4), (number, at, kind)
+                [(got, cached)] = say(engine, PROMPT[:5], new=2, poison=False)
+                assert got == tokens and cached == 0, (number, at, kind)
                 assert sum(hits(engine).misses.values()) == 1
                 changed += 1
                 engine.close()
-    assert changed > 50
+    assert changed > 30
 
 
 def test_a_read_only_folder_and_a_full_disk_do_not_stop_serving(tmp_path, monkeypatch, caplog):
@@ -504,16 +506,34 @@ def test_the_queue_of_writes_is_bounded(tmp_path):
 # ---------------------------------------------------------------- broken on purpose
 
 
-def test_a_block_of_another_history_would_be_heard(tmp_path, monkeypatch):
-    """Were names not compared, the output of eight-bit keys would be wrong."""
-    monkeypatch.setattr("kvad.cache.deposits.proof", lambda prefix: b"")
-    engine = make(tmp_path, blocks=24)
+def same_key(engine):
+    """Two first blocks whose keys are the same eight bits."""
+    root, found = engine._root(PROMPT, Sampling(max_tokens=2, temperature=0), ""), {}
+    for token in range(1, 60):
+        (key,) = engine.ledger.keys([token] * 4, root)
+        if key in found:
+            return found[key], token
+        found[key] = token
+    raise AssertionError("no two keys of eight bits are the same")
+
+
+@pytest.mark.parametrize("compared", [True, False])
+def test_a_block_of_another_history_is_refused_by_its_proof(tmp_path, monkeypatch, compared):
+    """A stored block behind A is asked for behind B: the key and the tokens are the same, what stands before is not."""
+    if not compared:
+        monkeypatch.setattr("kvad.cache.deposits.proof", lambda prefix: b"")
+    engine = make(tmp_path)
     engine.ledger._prefixes._hash = lambda data: digest(data)[:1]
-    prompts = [[stem] * 4 + [1] * 20 for stem in range(2, 40)]
-    wrong = 0
-    for prompt in prompts:
-        wrong += say(engine, prompt, new=2)[0][0] != right(engine, prompt, new=2)[0]
-    assert wrong
+    a, b = same_key(engine)
+    say(engine, [a] * 4 + [1] * 8 + [2], new=2)
+    assert engine.tiers.flush()
+    engine.ledger.drop_prefixes()
+    say(engine, [b] * 4 + [2], new=2)
+    prompt = [b] * 4 + [1] * 8 + [2]
+    got, cached = logits_of(engine, prompt)
+    near = (got - uncached(engine.model, prompt, limit=len(prompt) + 1)[-1]).abs().max() <= 1e-10
+    assert (near, cached) == ((True, 4) if compared else (False, 12))
+    assert hits(engine).misses["collision"] == 1 + compared, "and B's own block has A's key"
     engine.close()
 
 
@@ -530,64 +550,64 @@ def test_loads_that_are_left_out_would_be_heard(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------- kill -9
 
-CHILD = """
-import sys, torch, os
-torch.set_num_threads(1)
-from kvad.engine.engine import Engine
-from tests.engine.test_tiers import PROMPTS, config, say
-from tests.models import build, model_config
-engine = Engine(build(model_config()), config(tier=sys.argv[1], tier_bytes=200_000, blocks=24))
-print("open", flush=True)
-number = int(sys.argv[2])
-while True:
-    number += 1
-    prompt = PROMPTS[number % len(PROMPTS)] + [number % 50 + 1] * (number % 9)
-    print(prompt, say(engine, prompt, new=3, poison=False)[0][0], flush=True)
+KILLER = """
+import os, random, signal, sys, time
+from tests.engine import test_tiers  # torch is imported, and nothing computed with it: a fork is safe
+folder, count, rng = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3]))
+for number in range(count):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        test_tiers.fill(folder, 7 * number, write)
+    assert os.read(read, 1) == b"o", "it did not start"
+    time.sleep(rng.random() * 0.2)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(read)
+    os.close(write)
 """
 
 
+def fill(folder, number, started):
+    """Serve for ever over a tier, and write down every answer."""
+    torch.set_num_threads(1)
+    engine = Engine(build(model_config()), config(tier=folder, tier_bytes=200_000, blocks=24))
+    os.write(started, b"o" if engine.tiers is not None else b"-")
+    with open(f"{folder}.said", "a") as said:
+        while True:
+            number += 1
+            prompt = PROMPTS[number % len(PROMPTS)] + [number % 5 + 1] * (number % 3)
+            tokens = say(engine, prompt, new=3, poison=False)[0][0]
+            print(",".join(map(str, prompt)), ",".join(map(str, tokens)), "end", file=said, flush=True)
+
+
 def kills(folder, count, seed):
-    """Kill a child that fills a tier, again and again: every line that it said is right, and it always starts."""
-    rng, model, known, said = random.Random(seed), build(model_config()), {}, 0
-    engine = Engine(model, config())
-    for number in range(count):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, folder, str(7 * number)],
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "."},
-        )
-        assert child.stdout.readline() == b"open\n", "it did not start"
-        time.sleep(rng.random() * 0.25)
-        child.kill()
-        out, _ = child.communicate()
-        for line in out.decode().splitlines(keepends=True):
-            if not line.endswith("\n"):
-                continue
-            prompt, tokens = (list(map(int, part.split(","))) for part in line.strip()[1:-1].split("] ["))
-            if tuple(prompt) not in known:
-                known[tuple(prompt)] = right(engine, prompt, new=3)[0]
-            assert tokens == known[tuple(prompt)]
+    """Kill a child that fills a tier, again and again: it always starts, and every answer that it gave is right."""
+    command = [sys.executable, "-c", KILLER, os.fspath(folder), str(count), str(seed)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "."}
+    subprocess.run(command, cwd=Path(__file__).parents[2], env=env, check=True)
+    engine, known, said = Engine(build(model_config()), config()), {}, 0
+    for line in Path(f"{folder}.said").read_text().splitlines():
+        if line.endswith(" end") and line.count(" ") == 2:
+            prompt, tokens = (tuple(map(int, part.split(","))) for part in line.split()[:2])
+            if prompt not in known:
+                known[prompt] = tuple(right(engine, prompt, new=3)[0])
+            assert tokens == known[prompt]
             said += 1
-    last = Engine(model, config(tier=os.fspath(folder), tier_bytes=200_000))
+    last = Engine(build(model_config()), config(tier=os.fspath(folder), tier_bytes=200_000))
     stats = last.tiers.stats().disk
     assert stats.entries and stats.bytes <= 200_000 and not list(Path(folder).glob(".*.tmp"))
     for prompt in PROMPTS:
         say(last, prompt, new=2)
-    assert last.tiers.stats().disk.misses.get("torn", 0) == 0, "renamed when whole, so kill -9 alone tears nothing"
+    assert last.tiers.stats().disk.misses.get("torn", 0) == 0, "renamed when whole: a kill alone tears nothing"
     last.close()
     return said
 
 
-def test_killed_while_it_fills_a_tier(tmp_path):
-    assert kills(tmp_path, 4, 0) > 4
+def test_killed_twenty_times_while_it_fills_a_tier(tmp_path):
+    assert kills(tmp_path / "tier", 20, 0) > 20
 
 
-@pytest.mark.long(minutes=4)
-def test_killed_twenty_times(tmp_path):
-    assert kills(tmp_path, 20, 1) > 20
-
-
-@pytest.mark.long(minutes=40)
+@pytest.mark.long(minutes=10)
 def test_killed_five_hundred_times(tmp_path):
-    assert kills(tmp_path, 500, 2) > 500
+    assert kills(tmp_path / "tier", 500, 2) > 500
