@@ -42,6 +42,7 @@ KEY = re.compile(r"[0-9a-f][0-9a-f-]{0,127}")
 ENDING = ".kv"
 RESERVE = 256 << 20  # bytes that stay free on the disk
 FAILURES = 3  # reads
+HEADER = 1024  # bytes of an entry beside its sections, about
 LOG = logging.getLogger(__name__)
 
 
@@ -179,7 +180,7 @@ class Shelf:
         assert KEY.fullmatch(key), key
         if self._off or key in self:
             return False
-        size = sum(memoryview(each.data).nbytes for each in sections) + 4096
+        size = sum(memoryview(each.data).nbytes for each in sections) + HEADER
         try:
             if not self._room(size):
                 return False
@@ -197,9 +198,7 @@ class Shelf:
     def drop(self, key: str) -> None:
         """Nobody finds it any more.  (On a disk that refuses to remove it, until the shelf is opened again.)"""
         with self._lock:
-            if key in self._order.sizes:
-                self._bytes -= self._order.sizes[key]
-                self._order.gone(key)
+            self._unlist(key)
         try:
             self._disk.remove(self._path(key))
         except FileNotFoundError:
@@ -262,18 +261,23 @@ class Shelf:
     def _missed(self, key: str, why: str) -> None:
         with self._lock:
             self._misses[why] += 1
+            if why == "alien":  # not removed, and not in the way of the one that has this name by right
+                self._unlist(key)
         if why in ("torn", "missing"):
             LOG.info("%s: entry %s is %s", self.folder, key, why)
             self.drop(key)
+
+    def _unlist(self, key: str) -> None:
+        if key in self._order.sizes:
+            self._bytes -= self._order.sizes[key]
+            self._order.gone(key)
 
     def _bad_read(self, key: str, error: OSError) -> None:
         with self._lock:
             self._misses["failed"] += 1
             self._failures += 1
             self._bad_reads += 1
-            if key in self._order.sizes:  # never tried again, as if it were clean
-                self._bytes -= self._order.sizes[key]
-                self._order.gone(key)
+            self._unlist(key)  # never tried again, as if it were clean
             if self._bad_reads < FAILURES or self._closed:
                 return
             self._closed = True

@@ -82,7 +82,7 @@ class Tiers:
         self._space = space(self._identity)
         self._changed = threading.Condition(threading.RLock())
         self._numbers = itertools.count()
-        self._wanted: dict[int, tuple[Name, bool]] = {}  # what Memory will hand over: evicted, or published
+        self._wanted: dict[int, tuple[Name, int]] = {}  # what Memory will hand over; bytes to be written, 0: evicted
         self._lent: dict[int, Mapping[int, Buffer]] = {}
         self._writing: dict[str, tuple[Name, Mapping[int, Buffer], int]] = {}  # by key
         self._coming: set[str] = set()  # keys that will be written, once they were handed over
@@ -127,6 +127,7 @@ class Tiers:
 
     def wants(self, name: Name, groups: tuple[int, ...], *, evicted: bool) -> int | None:
         with self._changed:
+            size = 0
             if name.key in self._dropped or not groups:
                 return None
             if evicted:
@@ -137,19 +138,19 @@ class Tiers:
                     return None
                 if name.key in self._writing or self._on_shelf(name.key) in self._shelf:
                     return None
-                if self._waiting >= self._queue:
+                size = sum(self._sizes[group] for group in groups)
+                if self._waiting and self._waiting + size > self._queue:
                     self._late += 1
                     return None
                 self._coming.add(name.key)
+                self._waiting += size
             number = next(self._numbers)
-            self._wanted[number] = name, evicted
+            self._wanted[number] = name, size
             return number
 
     def cancel(self, number: int) -> None:
         with self._changed:
-            name, evicted = self._wanted.pop(number)
-            if not evicted:
-                self._coming.discard(name.key)
+            self._unwant(number)
 
     def lend(self, pieces: Mapping[int, Buffer]) -> int:
         with self._changed:
@@ -164,8 +165,7 @@ class Tiers:
                 if ticket.name.key == key:
                     ticket.failed("withdrawn")
             for number in [number for number, (name, _) in self._wanted.items() if name.key == key]:
-                del self._wanted[number]
-            self._coming.discard(key)
+                self._unwant(number)
             if self._attic is not None:
                 self._attic.drop(key)
             if self._shelf is None:
@@ -182,18 +182,16 @@ class Tiers:
             wanted = self._wanted.pop(number, None)
             if wanted is None:
                 return  # withdrawn meanwhile
-            name, evicted = wanted
+            name, size = wanted
             assert all(memoryview(piece).nbytes == self._sizes[group] for group, piece in pieces.items())
-            size = sum(self._sizes[group] for group in pieces)
-            self._out += size
-            if evicted:
+            self._out += sum(self._sizes[group] for group in pieces)
+            if not size:
                 assert self._attic is not None
                 if self._attic.put(name, pieces) is not None:
                     self._writer.put(partial(_pack, weakref.ref(self), self._attic))
                 return
             self._coming.discard(name.key)
             self._writing[name.key] = name, pieces, size
-            self._waiting += size
             assert self._shelf is not None
             self._writer.put(partial(_write, weakref.ref(self), self._shelf, name))
 
@@ -250,6 +248,12 @@ class Tiers:
 
     def _on_shelf(self, key: str) -> str:
         return f"{self._space}-{key}"
+
+    def _unwant(self, number: int) -> None:
+        name, size = self._wanted.pop(number)
+        self._waiting -= size
+        if size:
+            self._coming.discard(name.key)
 
     def _unqueue(self, key: str) -> tuple[Name, Mapping[int, Buffer]] | None:
         found = self._writing.pop(key, None)

@@ -90,6 +90,11 @@ class ForgetfulDisk(_Watched):
         self._dirty.add(path)
         return file
 
+    def open(self, path):
+        file = Disk.open(self, path)
+        self._paths[file] = path
+        return file
+
     def _write(self, file, data):
         self._dirty.add(self._paths[file])
 
