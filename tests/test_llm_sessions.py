@@ -1,6 +1,9 @@
 """LLM.session: turns, files, what was reused, and what is refused."""
 
 import errno
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -171,3 +174,16 @@ def test_a_disk_that_fails(llm, tmp_path):
     with pytest.raises(EntryError, match="Input/output error") as caught:
         session.load()
     assert caught.value.why == "unread" and session.generate(" x", **GREEDY).text is not None
+
+
+def test_the_page_on_sessions_does_what_it_says(model, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[1] / "docs" / "kv-cache.md").read_text("utf-8")
+    code = page.partition("## Sessions")[2].partition("```python\n")[2].partition("```")[0]
+    monkeypatch.setenv("KVAD_SESSIONS", str(tmp_path))
+    assert code.count('"runs/demo"') == 2
+    ran = subprocess.run(
+        [sys.executable, "-c", code.replace('"runs/demo"', repr(str(model)))],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "24 tokens were not computed again" in ran.stdout and (tmp_path / "notes.session").exists()

@@ -1,4 +1,4 @@
-"""``kvad doctor MODEL|FOLDER``: look a checkpoint over, or a folder of sessions, and say what to do about what is wrong.
+"""``kvad doctor MODEL|FOLDER``: look a checkpoint over, or a folder of sessions, and say what to do.
 
 Nothing is removed that was not asked for, and never what is not ours.
 """

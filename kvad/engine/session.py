@@ -97,8 +97,9 @@ class Session:
         self, tokens: Sequence[int], sampling: Sampling | None = None, **options: Any
     ) -> Generator[Piece, None, None]:
         """Go on from ``tokens``, the whole text: what of it the session has is reused, the rest of the session is
-        forgotten.  For chats, whose template writes the text anew at each turn."""
-        return self._streamed(list(tokens), self.source, sampling, options)
+        forgotten (none: what opens every text).  For chats, whose template writes the text anew at each turn."""
+        whole = list(tokens) if self.source is not None else self._texts.prompt(tokens)
+        return self._streamed(whole, self.source, sampling, options)
 
     def read(self, text: Prompt, *, source: Prompt | None = None) -> None:
         """Add ``text`` without going on from it: all but its last token is computed, which a continuation needs."""
