@@ -159,6 +159,7 @@ class Session:
         path = self.path if path is None else path
         if path is None:
             raise RequestError("this session has no file", "give load() a path, or session() a name")
+        self._desk.alive()
         engine = self._engine
         try:
             loaded = load_state(path, self._identity, engine.memory, engine.keeper.home, self._disk)
