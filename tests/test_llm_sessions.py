@@ -1,12 +1,15 @@
 """LLM.session: turns, files, what was reused, and what is refused."""
 
 import errno
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from kvad import LLM
 from kvad.engine.session import Session
-from kvad.errors import EntryError, RequestError, SaveError, UsageError
+from kvad.errors import EngineError, EntryError, RequestError, SaveError, UsageError
 from tests.cache.disks import FailingDisk
 from tests.cli.checkpoint import write_model
 
@@ -139,6 +142,16 @@ def test_a_session_of_another_model_says_which_part(model, tmp_path):
         other.session("trip", tmp_path)
 
 
+def test_a_session_of_a_closed_llm(model, tmp_path):
+    with LLM.load(model, rows=1) as opened:
+        session = opened.session("trip", tmp_path)
+        session.generate("hello", **GREEDY)
+        session.save()
+    for call in (session.load, session.save, session.generate, lambda: opened.session("trip", tmp_path)):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+
+
 def test_names_and_paths(llm, tmp_path, monkeypatch):
     for name in ("../x", "a/b", ".x", ""):
         with pytest.raises(UsageError, match="is no name of a session"):
@@ -171,3 +184,20 @@ def test_a_disk_that_fails(llm, tmp_path):
     with pytest.raises(EntryError, match="Input/output error") as caught:
         session.load()
     assert caught.value.why == "unread" and session.generate(" x", **GREEDY).text is not None
+
+
+def test_the_page_on_sessions_does_what_it_says(model, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[1] / "docs" / "kv-cache.md").read_text("utf-8")
+    code = page.partition("## Sessions")[2].partition("```python\n")[2].partition("```")[0]
+    monkeypatch.setenv("KVAD_SESSIONS", str(tmp_path))
+    assert code.count('"runs/demo"') == 2
+    ran = subprocess.run(
+        [sys.executable, "-c", code.replace('"runs/demo"', repr(str(model)))],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert (
+        " tokens were not computed again" in ran.stdout
+        and "\n0 tokens" not in ran.stdout
+        and (tmp_path / "notes.session").exists()
+    )

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from kvad.cache.entry import Header, read_header
+from kvad.cache.formats import joined
 from kvad.cache.full import GOES_ON
 from kvad.cache.sessions import KIND, VARIABLE, default_folder, history, listed, named, sweep
 from kvad.cli.common import emit_json, format_bytes, json_option, model_argument, words_folder
@@ -281,7 +282,7 @@ def _summary(header: Header) -> dict[str, Any]:
         "restored": facts.get("length", 0),
         "bytes": header.nbytes,
         "policy": header.identity.get("policy", ""),
-        "formats": [header.identity.get("keys", ""), header.identity.get("values", "")],
+        "formats": joined(header.identity.get("keys", ""), header.identity.get("values", "")),
         **{key: said.get(key, "") for key in ("model", "created", "saved", "kvad", "seed")},
         "cache": said.get("cache", {}),
     }

@@ -97,8 +97,9 @@ class Session:
         self, tokens: Sequence[int], sampling: Sampling | None = None, **options: Any
     ) -> Generator[Piece, None, None]:
         """Go on from ``tokens``, the whole text: what of it the session has is reused, the rest of the session is
-        forgotten.  For chats, whose template writes the text anew at each turn."""
-        return self._streamed(list(tokens), self.source, sampling, options)
+        forgotten (none: what opens every text).  For chats, whose template writes the text anew at each turn."""
+        whole = list(tokens) if self.source is not None else self._texts.prompt(tokens)
+        return self._streamed(whole, self.source, sampling, options)
 
     def read(self, text: Prompt, *, source: Prompt | None = None) -> None:
         """Add ``text`` without going on from it: all but its last token is computed, which a continuation needs."""
@@ -158,6 +159,7 @@ class Session:
         path = self.path if path is None else path
         if path is None:
             raise RequestError("this session has no file", "give load() a path, or session() a name")
+        self._desk.alive()
         engine = self._engine
         try:
             loaded = load_state(path, self._identity, engine.memory, engine.keeper.home, self._disk)

@@ -85,7 +85,8 @@ def test_undo_takes_back_a_turn(chat, llm):
 def test_save_and_load(chat, llm, tmp_path):
     kept = tmp_path / "kept.json"
     replies = continued(llm, "hi\n", "\nyou\n", "\nbye\n")
-    assert chat("hi", "you", f"/save {kept}").err == f"2 turns are in {kept}\n"
+    said = chat("hi", "you", f"/save {kept}").err
+    assert said.startswith(f"2 turns are in {kept}; ") and said.endswith(f" of cache in {kept}.session\n")
     saved = json.loads(kept.read_text("utf-8"))
     assert [turn["typed"] for turn in saved["turns"]] == ["hi\n", "\nyou\n"]
     assert [turn["reply"] for turn in saved["turns"]] == replies[:2]
@@ -131,7 +132,7 @@ def test_load_refuses_what_is_no_chat_and_keeps_this_one(chat, tmp_path, content
     ("line", "says"),
     [
         ("/sav", "no such command /sav; did you mean '/save'?"),
-        ("/save", "/save needs a file"),
+        ("/save", "/save needs a name or a file"),
         ("/undo 3", "/undo takes nothing after it"),
         ("x" * LIMIT, f"no room for a reply: {LIMIT + 1} tokens with this line, in a context of {LIMIT}; shorten it"),
         ("x" * (LIMIT - 1), f"no room for a reply: {LIMIT} tokens with this line, in a context of {LIMIT}; shorten it"),
@@ -160,7 +161,8 @@ def test_one_is_singular(chat, tmp_path):
     kept = tmp_path / "kept.json"
     ran = chat("\\", f"/save {kept}", f"/load {kept}", "/stats", options=("--max-tokens", 1, "--logit-bias", "97=500"))
     lines = ran.err.splitlines()
-    assert f"1 turn is in {kept}" in lines and f"1 turn, 1 token from {kept}" in lines
+    assert any(line.startswith(f"1 turn is in {kept}; ") for line in lines)
+    assert f"1 turn, 1 token from {kept}; 1 of 1 token restored" in lines
     assert any(line.startswith("generated  1 token in ") and line.endswith(" 1 step") for line in lines)
 
 
