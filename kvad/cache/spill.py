@@ -30,7 +30,7 @@ from kvad.cache.sizing import Group
 from kvad.cache.spilled import TILES, Piece, pieces, spilling
 from kvad.cache.spool import Run, Spool, sweep
 from kvad.cache.store import Store
-from kvad.errors import CacheError
+from kvad.errors import ConfigError
 from kvad.ops.quantize import Codec, find_codec
 from kvad.step import EMPTY_BLOCK, RESERVED_BLOCKS, Mark, Step
 
@@ -72,7 +72,7 @@ class Spill:
     """The spools of all levels that are spilled, and what reads them.
 
     ``ram``: bytes of host memory for their tokens; what passes them goes to files in ``folder``, which is made where
-    it is not there, and swept.  CacheError: it cannot be used.
+    it is not there, and swept.  ConfigError: it cannot be used.
     """
 
     def __init__(self, groups: Sequence[Group], ram: int, folder: Path | None = None, disk: Disk = DISK) -> None:
@@ -91,7 +91,7 @@ class Spill:
         try:
             for number, share in self.plan.shares.items():
                 self.spools[number] = Spool(share, where, str(number), disk)
-        except CacheError:
+        except ConfigError:
             self.close()
             raise
         each = self.plan.staging // TILES
@@ -251,7 +251,7 @@ def _prepare(folder: Path, disk: Disk) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(folder, disk)
     except OSError as error:
-        raise CacheError(f"cannot spill to {folder}: {error.strerror or error}", "give another --spill-dir") from None
+        raise ConfigError(f"cannot spill to {folder}: {error.strerror or error}", "give another --spill-dir") from None
 
 
 def _arrays(
