@@ -88,6 +88,7 @@ class Engine:
     request's logits and tokens are the same, bit for bit, whatever runs beside it and however its tokens are cut into
     steps (on a CPU, of one process: other machines, builds and numbers of threads round otherwise).
     ``compressor``: what makes the policy's summaries; ConfigError where the policy has none, or of another ratio.
+    ``disk``: what spilled tokens go through (tests break it).
     """
 
     def __init__(
