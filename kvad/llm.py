@@ -112,7 +112,8 @@ class LLM:
         configuration; or its fields as keywords (``rows=4, capacity=2048, layout="contiguous"``), what it stores as
         ``cache_dtype`` (default: the model's dtype), or as ``cache_keys`` and ``cache_values``, each one of
         kvad/cache/formats.py.  Dtypes go by name or as torch's own.  What stays of a row is ``policy=``, what is done
-        when it or the cache is full ``on_full=``; ``endless=True`` alone is ``on_full="sinks"``.  ``compressor``: a
+        when it or the cache is full ``on_full=``; ``endless=True`` alone is ``on_full="sinks"``; ``spill_ram=`` and
+        ``spill_dir=`` say where ``on_full="spill"`` puts older tokens.  ``compressor``: a
         folder or a run of ``kvad train --objective compress``, which makes the summaries of
         ``policy="hierarchy(...)"``.  ``tier=``: a folder in which the prefix cache outlives the pool and the process,
         of at most ``tier_bytes``; ``tier_ram``: bytes of host memory for blocks that the pool had to give up.

@@ -388,6 +388,7 @@ class Ledger:
     def park(self, row: int) -> Parked:
         """A row leaves its seat and will have its blocks as they are again: they are copied out, then freed."""
         seat = self._seat(row)
+        assert self.lossy or not self._moved, "what is spilled is not copied out: such a row is computed again"
         if row in self._wake:  # it has not moved since it was to wake
             key, blocks = self._wake[row]
         else:

@@ -6,6 +6,8 @@ the row that owns its block wrote it: ``apply`` clears blocks that change hands 
 nothing ever writes block 0 (empty, it pads tables).  So whether rows are contiguous, paged or ring-shaped, one mask
 rule serves.
 
+A level that is spilled has its positions here and no stores: its blocks are bytes in a spool (``spill.py``).
+
 A cross-attention's group holds sources instead of rows: written once, by a step without decoder tokens, and read by
 every row that shares the source.
 
@@ -64,8 +66,8 @@ class Memory:
     Keys and values come back in the query's dtype when they are read.  ``rotate``: whether RoPE turns keys as they are
     stored or as they are read; ``exact``: its angles are computed in float64, for rows without an end.
     ``compressors``, by layer: what makes summaries of tokens, means where there is none.  ``probe`` is shown what every
-    layer sees (a debugger's and ``kvad verify``'s seam); it costs the fused kernel.  ConfigError where torch lacks the
-    format.
+    layer sees (a debugger's and ``kvad verify``'s seam); it costs the fused kernel.  ``spill``: where spilled levels
+    lie; all in host memory if none is given.  ConfigError where torch lacks the format.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ from kvad.cache.sizing import Group
 from kvad.cache.spilled import TILES, Piece, pieces, spilling
 from kvad.cache.spool import Run, Spool, sweep
 from kvad.cache.store import Store
-from kvad.errors import CacheError
+from kvad.errors import ConfigError
 from kvad.ops.quantize import Codec, find_codec
 from kvad.step import EMPTY_BLOCK, RESERVED_BLOCKS, Mark, Step
 
@@ -72,7 +72,7 @@ class Spill:
     """The spools of all levels that are spilled, and what reads them.
 
     ``ram``: bytes of host memory for their tokens; what passes them goes to files in ``folder``, which is made where
-    it is not there, and swept.  CacheError: it cannot be used.
+    it is not there, and swept.  ConfigError: it cannot be used.
     """
 
     def __init__(self, groups: Sequence[Group], ram: int, folder: Path | None = None, disk: Disk = DISK) -> None:
@@ -88,16 +88,15 @@ class Spill:
         for number in self.plan.shares:
             self._codecs[number] = find_codec(groups[number].keys), find_codec(groups[number].values)
         self.spools: dict[int, Spool] = {}
+        self._staging = [np.empty(self.plan.staging // TILES, np.uint8) for _ in range(TILES)]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvad-spill")
+        self._ahead: _Ahead | None = None
         try:
             for number, share in self.plan.shares.items():
                 self.spools[number] = Spool(share, where, str(number), disk)
-        except CacheError:
+        except ConfigError:
             self.close()
             raise
-        each = self.plan.staging // TILES
-        self._staging = [np.empty(each, np.uint8) for _ in range(TILES)]
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvad-spill")
-        self._ahead: _Ahead | None = None
 
     def close(self) -> None:
         """Remove the files.  Nothing can be read afterwards."""
@@ -105,8 +104,7 @@ class Spill:
         for spool in self.spools.values():
             spool.close()
         self._staging = []
-        if hasattr(self, "_thread"):
-            self._thread.shutdown()
+        self._thread.shutdown()
 
     def stats(self) -> SpillStats:
         every = list(self.spools.values())
@@ -166,7 +164,7 @@ class Spill:
                         [block - RESERVED_BLOCKS if block != EMPTY_BLOCK else -1 for block in ids]
                     )
                 ]
-                near = len(runs) <= FEW * rows and all(0 <= run.first < share.ram for run in runs)
+                near = len(runs) <= FEW * rows and all(run.first < share.ram for run in runs)
                 yield Tile(lane, table, Mark(read_column(column, table)), runs, near)
 
     def read(self, number: int, layer: int, tile: Tile, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,8 +201,7 @@ class Spill:
 
     def _quiet(self) -> None:
         """Nothing is being read when this returns."""
-        if getattr(self, "_ahead", None) is not None:
-            assert self._ahead is not None
+        if self._ahead is not None:
             self._ahead.stop()
             self._ahead = None
 
@@ -228,7 +225,7 @@ class _Ahead:
     def take(self, layer: int, tile: Tile) -> Tensor:
         """[n, line], the next tile: it stays until :meth:`done`."""
         planned, number, next_tile, buffer, future = self._flying[0]
-        assert (planned, next_tile) == (layer, tile) or next_tile is tile, "tiles are read in the order of the layers"
+        assert planned == layer and next_tile is tile, "tiles are read in the order of the layers"
         for place, why in future.result().items():
             self.lost.setdefault((tile.lane, place // tile.table.per_row), why)
         count, line = tile.table.rows * tile.table.per_row, self._spill.spools[number].share.line
@@ -251,7 +248,7 @@ def _prepare(folder: Path, disk: Disk) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         sweep(folder, disk)
     except OSError as error:
-        raise CacheError(f"cannot spill to {folder}: {error.strerror or error}", "give another --spill-dir") from None
+        raise ConfigError(f"cannot spill to {folder}: {error.strerror or error}", "give another --spill-dir") from None
 
 
 def _arrays(
@@ -261,7 +258,8 @@ def _arrays(
     [R, K, P * block_size, width], a copy; ``shape``: R, K, P, block_size."""
     rows, heads, blocks, size = shape
     dtype: torch.dtype = getattr(torch, piece.dtype)
-    made = torch.empty((rows, heads, blocks, size, piece.width), dtype=dtype, device=device)
+    whole = sum(len(part) for _, part in lines) == rows * blocks
+    made = (torch.empty if whole else torch.zeros)((rows, heads, blocks, size, piece.width), dtype=dtype, device=device)
     for place, part in lines:
         there = part[:, piece.offset : piece.offset + piece.nbytes].view(dtype).view(-1, heads, size, piece.width)
         if len(there) == rows * blocks:

@@ -5,9 +5,9 @@ A *spilled level* (``policy.Spilled``) has block numbers as any level has, but n
 host memory, all others on disk, in one file per layer, each at the place that its number says.  The ledger gives the
 lowest free number (``blocks.LowestFirst``).
 
-A decode step reads every spilled block of a row once, in the same order as the step before.  In such a cycle a cache
-that keeps what was read last has always just dropped what comes next, and no choice is better than a fixed one (that
-of Belady's algorithm keeps a fixed part, too): so what lies in memory stays there, and nothing is moved up or down.
+A decode step reads every spilled block of a row once, in the same order as the step before.  In such a cycle whoever
+keeps what was read last has always just dropped what comes next, and no choice is better than a fixed one: so what
+lies in memory stays there, and nothing is moved up or down.
 
     budget 1000 bytes, 2 layers, lines of 96 bytes:  1000 // 192 = 5 blocks in memory, 960 bytes
 

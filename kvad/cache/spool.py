@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvad.aside import aside, leftovers
 from kvad.cache.disk import DISK, Disk
 from kvad.cache.spilled import Share
-from kvad.errors import CacheError
+from kvad.errors import ConfigError
 
 __all__ = ["Lines", "Run", "Spool", "runs_of", "sweep"]
 
@@ -72,7 +72,7 @@ def sweep(folder: Path, disk: Disk = DISK) -> int:
 
 
 class Spool:
-    """One level's lines.  CacheError: ``folder`` cannot take its files."""
+    """One level's lines.  ConfigError: ``folder`` cannot take its files."""
 
     def __init__(self, share: Share, folder: Path, name: str, disk: Disk = DISK) -> None:
         self.share, self.disk = share, disk
@@ -91,7 +91,7 @@ class Spool:
                 paths.append(path)
         except OSError as error:
             self._end()
-            raise CacheError(
+            raise ConfigError(
                 f"cannot spill to {folder}: {error.strerror or error}", "give another --spill-dir"
             ) from None
         self.paths = tuple(paths)

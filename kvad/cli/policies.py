@@ -75,7 +75,7 @@ def policies_asked(options: Mapping[str, Any]) -> dict[str, Any]:
     """What of them was said, as fields of CacheConfig.  ConfigError for a value that no model's cache could have."""
     said = with_endless({name: value for name, value in given(options, FIELDS).items() if value is not False})
     if "spill_ram" in said:
-        said["spill_ram"] = parse_bytes(said["spill_ram"])
+        said["spill_ram"] = 0 if said["spill_ram"] == "0" else parse_bytes(said["spill_ram"])
     CacheConfig(capacity=1, **said)
     return said
 

@@ -98,7 +98,7 @@ class Engine:
     ``memory``: what makes the memory, where it is one of several ranks (``parallel/ranks.py``); ``weights``: the
     fingerprint of all ranks' weights, for :meth:`identity`, which sees this rank's part alone.
     ``park_dir``: where rows that give way are written when ``cache.park_ram`` is full; ``costs``: what decides whether
-    they are.
+    they are.  ``disk``: what spilled and parked tokens go through (tests break it).
     """
 
     def __init__(

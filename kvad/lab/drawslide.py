@@ -53,7 +53,7 @@ def _wanted(line: Line, layers: Sequence[int] | None, heads: Sequence[int] | Non
 def _groups(slide: Slide) -> Iterator[str]:
     for group in slide.groups:
         last = max((step.used[slide.groups.index(group)] for step in slide.steps), default=0)
-        what = {"hot": group.policy, "packed": "packed", "summarised": "summaries"}[group.form]
+        what = {"hot": group.policy, "summarised": "summaries"}.get(group.form, group.form)
         yield (
             f"{numbers('layer', group.layers)}: {what}, {group.stored}, blocks of {group.block_size}, "
             f"{last} of {group.blocks} used at the peak"

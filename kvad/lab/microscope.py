@@ -34,6 +34,7 @@ from kvad.lab.noted import (
     NAMES,
     PACKED,
     SHARED,
+    SPILLED,
     SUMMARISED,
     UNWRITTEN,
     Noted,
@@ -166,6 +167,10 @@ class Recorder:
         assert level is not None
         return level.ratio
 
+    def _spilled(self, number: int) -> bool:
+        level = self.memory.groups[number].level
+        return level is not None and level.spilled
+
     def _positions(self, number: int, blocks: Sequence[int]) -> Tensor:
         """[S]: of a group's slots in these blocks."""
         return self.memory.positions[number][list(blocks)].flatten().cpu()
@@ -256,7 +261,7 @@ class Recorder:
             assert isinstance(lower, Tensor)
             lower = lower[lower >= 0]
             if ratio == 1:
-                codes[0, lower] = PACKED
+                codes[0, lower] = SPILLED if self._spilled(level) else PACKED
             else:
                 codes[0, (lower.unsqueeze(1) // ratio * ratio + torch.arange(ratio)).flatten()] = SUMMARISED
         seen = Reach.of(group.mixer).allows(Mark(torch.tensor([end - 1])), Mark(torch.arange(end)))
@@ -313,6 +318,8 @@ class Recorder:
 
     def _why_here(self, row: Noted, index: int, at: int, was: int, now: int, work: Work) -> Why:
         when, length = f"at step {self.step}", work.start
+        if now == SPILLED:
+            return Why("spilled", f"spilled {when} at length {length}: read back by every later query", length)
         if now == PACKED:
             below = self.memory.groups[self.below[index][0]]
             stored = joined(below.keys, below.values)
@@ -339,6 +346,7 @@ class Recorder:
         groups = []
         for group in self.memory.groups:
             form = "hot" if group.level is None else "packed" if group.level.ratio == 1 else "summarised"
+            form = "spilled" if group.level is not None and group.level.spilled else form
             index = self.group_of[group.layers[0]]
             stored, size = joined(group.keys, group.values), group_bytes(group).total
             heads, policy = group.mixer.kv_heads, self.policies[index]

@@ -15,10 +15,10 @@ from kvad.engine.row import Row
 from kvad.lab.slide import STATES, Block, Change, Life, Why
 
 __all__ = ["NAMES", "Noted", "Table", "blocks_of", "dropped", "laid", "scattered", "spread"]
-__all__ += ["AWAY", "EVICTED", "HOT", "PACKED", "SHARED", "SUMMARISED", "UNWRITTEN"]
+__all__ += ["AWAY", "EVICTED", "HOT", "PACKED", "SHARED", "SPILLED", "SUMMARISED", "UNWRITTEN"]
 
 NAMES = tuple(STATES)  # a state's code is its place here
-HOT, SHARED, PACKED, SUMMARISED, AWAY, EVICTED, UNWRITTEN = range(len(NAMES))
+HOT, SHARED, PACKED, SUMMARISED, SPILLED, AWAY, EVICTED, UNWRITTEN = range(len(NAMES))
 
 
 class Table(NamedTuple):

@@ -8,6 +8,7 @@ or one kv head of a layer where heads keep others), in exactly one *state* at a 
 =   ``shared``      the same, in a block that other rows count on, or that was found in the prefix cache
 o   ``packed``      held in the formats of a hierarchy's packed level
 ~   ``summarised``  one of several tokens that one slot stands for
+s   ``spilled``     held as it was computed, in host memory or on disk
 x   ``away``        not in the pool: the row was preempted (parked, or computed again later)
 .   ``evicted``     no later token of this row will see it
 -   ``unwritten``   not computed: the last sampled token never is
@@ -32,6 +33,7 @@ STATES = {
     "shared": "=",
     "packed": "o",
     "summarised": "~",
+    "spilled": "s",
     "away": "x",
     "evicted": ".",
     "unwritten": "-",
@@ -39,10 +41,10 @@ STATES = {
 
 
 class Why(NamedTuple):
-    """``cause``: written, hit, shared, own, window, rank, packed, summary, gone, fork, preempted, parked, back, lost.
-    ``text``: a sentence.  ``length``: the row's, at which it happened.  Of a rank: the token's ``score``, its ``place``
-    among the ``of`` tokens that were held (1: the best), and ``least``, the lowest score that stayed (None: whatever
-    stayed would have stayed anyway)."""
+    """``cause``: written, hit, shared, own, window, rank, packed, spilled, summary, gone, fork, preempted, parked,
+    back, lost.  ``text``: a sentence.  ``length``: the row's, at which it happened.  Of a rank: the token's ``score``,
+    its ``place`` among the ``of`` tokens that were held (1: the best), and ``least``, the lowest score that stayed
+    (None: whatever stayed would have stayed anyway)."""
 
     cause: str
     text: str
@@ -113,8 +115,8 @@ class Row(NamedTuple):
 
 
 class Level(NamedTuple):
-    """A cache group.  ``form``: the state of what it holds: hot, packed or summarised; ``policy``: of its layers, in
-    words; ``stored``: its formats; ``blocks`` that rows can own; ``bytes`` of the pool."""
+    """A cache group.  ``form``: the state of what it holds: hot, packed, summarised or spilled; ``policy``: of its
+    layers, in words; ``stored``: its formats; ``blocks`` that rows can own; ``bytes`` of the pool."""
 
     form: str
     layers: tuple[int, ...]

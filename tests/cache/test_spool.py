@@ -20,7 +20,7 @@ from kvad.cache.sizing import CacheConfig, groups
 from kvad.cache.spilled import pieces, spilling
 from kvad.cache.spool import Run, Share, Spool, runs_of, sweep
 from kvad.config import mixers
-from kvad.errors import CacheError
+from kvad.errors import ConfigError
 from tests.cache.disks import FailingDisk
 from tests.models import model_config
 
@@ -143,7 +143,7 @@ def test_the_kth_operation_fails_for_every_k(tmp_path: Path, code: int) -> None:
 def work(folder: Path, disk: FailingDisk) -> None:
     """What is not told to be lost is what was written."""
     if disk.k is not None and disk.k < LAYERS:
-        with pytest.raises(CacheError, match=r"cannot spill to .* \(give another --spill-dir\)"):
+        with pytest.raises(ConfigError, match=r"cannot spill to .* \(give another --spill-dir\)"):
             Spool(SHARE, folder, "0", disk)
         return
     spool = Spool(SHARE, folder, "0", disk)

@@ -154,6 +154,35 @@ def test_the_plan_takes_the_same_words(kvad, model):
     assert kvad("plan", model, "--on-full", "sinks", "--fit", "64MiB").code == 0
 
 
+def test_a_text_that_spills_is_the_text_and_leaves_no_file(kvad, model, ids, tmp_path):
+    whole, limit, _ = ids()
+    for flags in (("--spill-ram", 0), ("--spill-ram", "4KiB"), ()):
+        where = ("--block-size", 4, "--context", 24, "--on-full", "spill", "--spill-dir", tmp_path, *flags)
+        assert ids(*where)[:2] == (whole, limit)
+        ran = kvad("generate", model, "hello", *GREEDY, "--stats", *where)
+        (line,) = (line for line in ran.err.splitlines() if line.startswith("spilled "))
+        assert (f"of files in {tmp_path}" in line) == bool(flags), line
+        assert not list(tmp_path.iterdir())
+        told = json.loads(kvad("plan", model, "--json", *where).out)
+        assert (told["spilled"]["disk"] > 0) == bool(flags)
+        parts = ("weights", "pool", "scratch", "activations")
+        host = sum(told["spilled"][name] for name in ("ram", "staging", "sums"))
+        assert told["bytes"]["total"] == host + sum(told["bytes"][name] for name in parts)
+
+
+def test_what_cannot_spill_says_why(kvad, model, tmp_path):
+    for flags, says in (
+        ((), f"rows already end at the model's limit of {LIMIT} tokens"),
+        (("--context", 24, "--layout", "contiguous"), "tokens are spilled in whole blocks"),
+        (("--context", 32, "--spill-ram", "lots"), "lots"),
+        (("--context", 32, "--spill-ram", 0, "--spill-dir", tmp_path / "a file"), "cannot spill to"),
+    ):
+        (tmp_path / "a file").write_text("")
+        ran = kvad("generate", model, "hello", "--on-full", "spill", *flags)
+        assert ran.code == 2 and says in ran.err, ran
+        assert len(ran.err.splitlines()) == 2
+
+
 # ---------------------------------------------------------------- chat
 
 

@@ -31,7 +31,7 @@ from kvad.cache.spool import Spool
 from kvad.config import ModelConfig, mixers
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
-from kvad.errors import CacheError, ConfigError, RequestError
+from kvad.errors import ConfigError, RequestError
 from kvad.model.transformer import Transformer
 from tests.cache.disks import FailingDisk
 from tests.drive import Stream, drive, worst
@@ -365,7 +365,7 @@ def test_a_killed_process_leaves_nothing_that_the_next_start_does_not_sweep(wher
 
 def test_a_folder_that_cannot_be_written_is_refused_at_the_start(model: Transformer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CacheError, match=r"cannot spill to .*file: .* \(give another --spill-dir\)"):
+    with pytest.raises(ConfigError, match=r"cannot spill to .*file: .* \(give another --spill-dir\)"):
         Engine(model, spilling(str(tmp_path / "file"), spill_ram=0))
     engine = Engine(model, spilling(str(tmp_path / "file"), spill_ram=1 << 30))  # it needs none
     engine.close()

@@ -42,6 +42,7 @@ POLICIES = (
     "random(12, 8)",
     "hierarchy(8, packed=8, summaries=4, ratio=4, every=8)",
     "hierarchy(8, every=8, sinks=4)",
+    "spilled(8, every=8)",
     "0: full; heavy-hitters(16, 8)",
     "window(16) + truncate(8)",
 )

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvad.cache import peak, planning, scratch
+from kvad.cache import peak, planning, scratch, spilled
 from kvad.cache.available import available_bytes
 from kvad.cache.memory import Memory
 from kvad.cache.planning import fits, plan_memory, planned_total, require, step_bytes
@@ -580,6 +580,31 @@ def test_the_same_bits_are_planned_by_a_flag(capsys):
     assert "masks, tiles" in run(capsys, "gpt2", "--deterministic", "--bandwidth", "10")[1]
     code, _, err = run(capsys, "gpt2", "--deterministic", "--policy", "quest(64)")
     assert code == 2 and "not promised under the policy quest(64)" in err
+
+
+def test_what_is_read_of_a_spilled_row_does_not_grow_with_it(monkeypatch):
+    """But for its positions, and what a tile's masks are: a row four times as long is read by as little memory."""
+    monkeypatch.setattr(spilled, "TILE", 30_000)
+    config, seen, planned = middling(Attention(8, 4)), [], []
+    for capacity in (480, 1920):
+        asked = CacheConfig(rows=2, capacity=capacity, chunk=32, prefix=False, policy="spilled(32, every=32)")
+        engine = Engine(Transformer(config), asked, budget=64)
+        spill = engine.memory.spill
+        assert sum(buffer.nbytes for buffer in spill._staging) == spill.plan.staging
+        fill(engine, config, asked)
+        with Peak() as peaks:
+            while not engine.idle:
+                engine.step()
+        engine.close()
+        plan = plan_memory(config, asked, budget=64)
+        assert plan.spilling == spill.plan
+        assert peaks.peak <= plan.scratch + plan.activations
+        seen.append(peaks.peak)
+        planned.append(plan.scratch + plan.activations)
+    positions = 8 * 2 * (1920 - 480)
+    assert seen[1] - seen[0] <= 4 * positions and planned[1] - planned[0] == positions
+    one = plan_memory(config, replace(asked, policy="full"), budget=64)
+    assert planned[1] < one.scratch / 4
 
 
 def test_texts_beyond_the_budget_are_read_in_several_steps():

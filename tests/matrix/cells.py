@@ -58,7 +58,7 @@ def ask(table: str, cell: tuple[str, ...]) -> Said:
     if table == "product":
         topology, encoding, policy, form = cell
         layout, rotate = LAYOUTS[sum(map(len, cell)) % len(LAYOUTS)]
-        if policy in ("hierarchy", "quest") or form.endswith("-channel"):  # they want blocks
+        if policy in ("hierarchy", "spilled", "quest") or form.endswith("-channel"):  # they want blocks
             layout = "paged"
         if policy == "quest":  # and keys as queries see them
             rotate = "write"
