@@ -18,27 +18,28 @@ from kvad.model.heads import Classes, Language
 from kvad.model.mixers import Attention, CrossAttention
 from kvad.model.parts import Experts, Gated
 from kvad.model.transformer import Transformer
-from kvad.ops.invariant import KEYS, Product, Tiles, each, measure, widened
+from kvad.ops.invariant import KEYS, QUERIES, Product, Tiles, each, measure, widened
 from kvad.ops.linear import Joint, Linear
 
 __all__ = ["isolate"]
 
 
 def isolate(model: Transformer) -> Tiles:
-    """Change a model, for good, to tiles that hold on this machine; -> what its memory takes as its kernel.
+    """Change a model, for good, to tiles that hold on this machine; -> what its memory takes as its kernel: attention
+    has tiles of its own, for what holds of its small products need not hold of the layers'.
 
     After :meth:`Transformer.pack`, if at all.  ConfigError names what cannot be promised.
     """
     _check(model)
     tiles = measure(_products(model))
-    model.kernel = tiles
+    model.kernel = attention = measure(_attentions(model), QUERIES)
     for module in model.modules():
         if isinstance(module, (Linear, Language, Classes, Experts)):
             module.tiles = tiles
         f = getattr(module, "activation", None)
         if callable(f) and getattr(f, "func", None) is not each:
             module.activation = partial(each, f)  # type: ignore[assignment]
-    return tiles
+    return attention
 
 
 def _check(model: Transformer) -> None:
@@ -55,13 +56,19 @@ def _check(model: Transformer) -> None:
             raise ConfigError(f"deterministic: not promised of {name}, a class that kvad does not know")
 
 
+def _attentions(model: Transformer) -> Iterator[Product]:
+    """Every shape of a product of queries and keys, or of weights and values."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            yield from _attention(module, model.table.dtype)
+
+
 def _products(model: Transformer) -> Iterator[Product]:
-    """Every shape of a product that a step may compute."""
+    """Every shape of a product with weights that a step may compute."""
     dtype, joined = model.table.dtype, set[nn.Module]()
     packs: list[tuple[Joint, tuple[Linear, ...]]]
     for module in model.modules():
         if isinstance(module, Attention):
-            yield from _attention(module, dtype)
             packs = [(module.qkv, (module.q, module.k, module.v))]
             if isinstance(module, CrossAttention):
                 packs.append((module.kv, (module.k, module.v)))

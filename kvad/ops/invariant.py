@@ -20,9 +20,23 @@ from torch import Tensor
 
 from kvad.errors import ConfigError
 
-__all__ = ["KEYS", "NARROW", "Product", "Tiles", "cut", "each", "in_groups", "measure", "padded", "product", "widened"]
+__all__ = [
+    "KEYS",
+    "NARROW",
+    "QUERIES",
+    "Product",
+    "Tiles",
+    "cut",
+    "each",
+    "in_groups",
+    "measure",
+    "padded",
+    "product",
+    "widened",
+]
 
 SIZES = (8, 32, 128)  # token rows of a tile; the most is as fast as any
+QUERIES = (8, 12, 32, 128)  # the same, of attention: in groups of 3 or 5 heads 8 become 9 or 10, which may not hold
 NARROW = 16  # products of fewer output features differ from place to place; they get features of zeros
 VECTOR = 64  # elements; a multiple of two vectors of any dtype and instruction set
 SERIAL = 1 << 14  # elements that torch gives to one thread, whatever the function
@@ -100,13 +114,12 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.inference_mode()
-def measure(products: Iterable[Product]) -> Tiles:
-    """The tiles that give every row of every product the same bits on this machine, with this number of threads.
+def measure(products: Iterable[Product], sizes: tuple[int, ...] = SIZES) -> Tiles:
+    """Which of these tiles give every row of every product the same bits on this machine, with this number of threads.
 
-    ConfigError where there are none, or where a function of elements depends on the element's place.
+    ConfigError where the largest is not among them, or where a function of elements depends on the element's place.
     """
     _try_functions()
-    sizes: tuple[int, ...] = SIZES
     for shape in sorted(set(products), key=str):
         sizes = tuple(_agreeing(shape, sizes))
         if SIZES[-1] not in sizes:
