@@ -114,7 +114,9 @@ def disk(folder: Path, size: int, count: int, repeats: int) -> None:
             ours.append(fetched(folder / "blocks", names, size))
         rate = [size * count / statistics.median(each) / 1e6 for each in (ours, theirs)]
         numbers = {"tier_mb_s": round(rate[0]), "sequential_mb_s": round(rate[1]), "ratio": round(rate[0] / rate[1], 3)}
-        told(f"disk {state}", block_bytes=size, blocks=count, written_mb_s=round(size * count / written / 1e6), **numbers)
+        told(
+            f"disk {state}", block_bytes=size, blocks=count, written_mb_s=round(size * count / written / 1e6), **numbers
+        )
 
 
 # ---------------------------------------------------------------- the first token
