@@ -106,6 +106,7 @@ class Fetch:
     def __init__(self, tier: Tier | None, chain: Sequence[Prefix], wanted: Mapping[Prefix, tuple[int, ...]]) -> None:
         self._tier, self.chain, self._wanted = tier, tuple(chain), dict(wanted)
         self.tickets: dict[Prefix, Ticket] = {}
+        self._left: list[Ticket] = []  # that were not done when it was asked last
         self.missed = ""  # why the chain is not longer
 
     @property
@@ -115,9 +116,12 @@ class Fetch:
     def start(self) -> None:
         if self._tier is not None and not self.started:
             self.tickets = {prefix: self._tier.load(name_of(prefix), own) for prefix, own in self._wanted.items()}
+            self._left = list(self.tickets.values())
 
     def ready(self) -> bool:
-        return self.started and all(ticket.done for ticket in self.tickets.values())
+        while self._left and self._left[-1].done:  # they come in their order: the last one is asked first
+            self._left.pop()
+        return self.started and not self._left
 
     def has(self, prefix: Prefix, group: int) -> bool:
         ticket = self.tickets.get(prefix)

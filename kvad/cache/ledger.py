@@ -763,8 +763,12 @@ class Ledger:
         full = [index for index, window in enumerate(self._windows) if window == NEVER]
         chain: list[Prefix] = []
         prefix: Prefix | None = root
+        named = () if fetch is None else fetch.chain
         for at in range(0, len(packed), stride):
-            prefix = self._prefixes.find(prefix, packed[at : at + stride])
+            if len(chain) < len(named):  # its digest is known
+                prefix = named[len(chain)]
+            else:
+                prefix = self._prefixes.find(prefix, packed[at : at + stride])
             if prefix is None or not all(self._there(index, prefix, fetch) for index in full):
                 break
             chain.append(prefix)

@@ -3,7 +3,7 @@
     pool  --evicted-->  RAM (as it was, then packed: attic.py)
       \\--published-->  disk (shelf.py): written through, so that little is lost whenever the process ends
 
-A waiting row is brought what it needs by a thread that reads; another one writes and packs.  The step's own thread
+A waiting row is brought what it needs by threads that read; another one writes and packs.  The step's own thread
 never waits for either: it asks :meth:`Tiers.has` (an index in memory), takes tickets and polls them.
 
 What is given back is what was stored: every byte under a checksum on disk, and its name (``deposits.Name``: the block's
@@ -39,6 +39,7 @@ from kvad.errors import EntryError
 __all__ = ["KIND", "TierStats", "Tiers", "space"]
 
 KIND = "block"
+READERS = 4  # threads: one waits for the disk while others sum up what came
 LAST_WORDS = 30.0  # seconds for what waits to be written when all ends
 LOG = logging.getLogger(__name__)
 
@@ -88,9 +89,12 @@ class Tiers:
         self._coming: set[str] = set()  # keys that will be written, once they were handed over
         self._dropped: dict[str, int] = {}  # keys that are still to be removed from the shelf
         self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._coming_in = 0  # tickets that are not done
         self._late = self._waiting = self._out = self._into = 0
-        self._reader, self._writer = Worker("kvad-tier-read"), Worker("kvad-tier-write")
-        self._stop = weakref.finalize(self, _stop, self._reader, self._writer, shelf)
+        self._readers = tuple(Worker(f"kvad-tier-read-{number}") for number in range(READERS))
+        self._next = itertools.cycle(self._readers)
+        self._writer = Worker("kvad-tier-write")
+        self._stop = weakref.finalize(self, _stop, self._readers, self._writer, shelf)
 
     # ------------------------------------------------------------ for the ledger
 
@@ -114,13 +118,15 @@ class Tiers:
             if kept is not None and self._attic is not None:
                 opening = self._attic.opening(kept, groups)
                 if kept.packed:
-                    self._reader.put(partial(_unpack, weakref.ref(self), opening, ticket))
+                    self._coming_in += 1
+                    next(self._next).put(partial(_unpack, weakref.ref(self), opening, ticket))
                 else:
                     ticket.came(opening(), "ram")
             elif writing is not None and writing[0] == name and all(group in writing[1] for group in groups):
                 ticket.came({group: writing[1][group] for group in groups}, "ram")
             elif self._shelf is not None and self._on_shelf(name.key) in self._shelf:
-                self._reader.put(partial(_read, weakref.ref(self), self._shelf, ticket))
+                self._coming_in += 1
+                next(self._next).put(partial(_read, weakref.ref(self), self._shelf, ticket))
             else:
                 ticket.failed("gone")
         return ticket
@@ -205,11 +211,9 @@ class Tiers:
     # ------------------------------------------------------------ for who has nothing else to do
 
     def wait(self, seconds: float) -> None:
-        """Until a ticket changes, at most so long."""
+        """Until nothing is on its way any more, at most so long."""
         with self._changed:
-            if not any(not ticket.done for ticket in self._tickets):
-                return
-            self._changed.wait(seconds)
+            self._changed.wait_for(lambda: not self._coming_in, seconds)
 
     @property
     def on_disk(self) -> bool:
@@ -287,10 +291,13 @@ class Tiers:
                     ticket.failed(why)
                 else:
                     ticket.came(pieces, place)
-            self._changed.notify_all()
+            self._coming_in -= 1
+            if not self._coming_in:
+                self._changed.notify_all()
 
     def read(self, shelf: Shelf, ticket: Ticket) -> None:
-        if ticket.done:
+        if ticket.done:  # withdrawn meanwhile
+            self.arrived(ticket, None, "")
             return
         try:
             pieces = shelf.get(self._on_shelf(ticket.name.key), partial(self._checked, ticket))
@@ -362,8 +369,9 @@ def _pack(tiers: weakref.ref[Tiers], attic: Attic) -> None:
         found.pack(attic)
 
 
-def _stop(reader: Worker, writer: Worker, shelf: Shelf | None) -> None:
-    reader.stop(1.0)
+def _stop(readers: Sequence[Worker], writer: Worker, shelf: Shelf | None) -> None:
+    for reader in readers:
+        reader.stop(1.0)
     if not writer.stop(LAST_WORDS):
         LOG.warning("not all blocks were written to the tier in %.0f s", LAST_WORDS)
     if shelf is not None:

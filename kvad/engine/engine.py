@@ -54,7 +54,7 @@ __all__ = ["Engine", "Piece", "StepTimes"]
 # Bytes of weights up to which those that share an input are joined.  In a larger model a kernel's start is nothing
 # beside its reading, and joining would copy weights that are mapped from a file.
 PACKED = 1 << 28
-POLL = 0.02  # seconds that a caller waits at once for blocks on their way, where there is nothing else to do
+POLL = 0.005  # seconds that a caller waits at once for blocks on their way, where there is nothing else to do
 
 _ENCODER_CAN = "it can embed, tag, classify or fill masks, as its head says"
 

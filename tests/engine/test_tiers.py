@@ -488,7 +488,7 @@ def test_a_request_that_ends_while_its_blocks_are_on_their_way_leaves_nothing(tm
     assert engine.idle
     before = [leaf.clone() for leaf in engine.memory.leaves()]
     disk.slow = False
-    assert engine.tiers._reader.wait(10)
+    assert all(reader.wait(10) for reader in engine.tiers._readers)
     assert all(torch.equal(old, new) for old, new in zip(before, engine.memory.leaves(), strict=True))
     assert say(engine, PROMPT[1:])[0][0] == right(engine, PROMPT[1:])[0]
     engine.close()

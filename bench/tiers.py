@@ -1,0 +1,235 @@
+"""What the prefix cache and its tiers cost and save, against a miss and against the disk itself, in the same run.
+
+    python bench/tiers.py demo
+    python bench/tiers.py 135m --folder /var/tmp/tier
+
+One JSON line per measure.  ``disk``: bytes per second of blocks that a row is fetched, through tickets, checksums and all,
+beside the same bytes read from one file, with the page cache dropped and with it warm, by turns.  ``first token``: seconds
+to the first token of a prompt of 2,048 tokens, missed, and found in the pool, in RAM and on disk.  ``bookkeeping``:
+microseconds of processor time per token for hashes, names, claims and publishing, without tiers and with one that keeps
+nothing and one that has all.  Random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from kvad.cache.deposits import Name, Ticket
+from kvad.cache.identity import Identity
+from kvad.cache.ledger import Ledger
+from kvad.cache.shelf import Shelf
+from kvad.cache.sizing import CacheConfig, groups
+from kvad.cache.tiers import Tiers
+from kvad.config import MixerSpec, ModelConfig
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
+from kvad.lab.bench import machine
+from kvad.model.transformer import Transformer
+from kvad.train.presets import PRESETS
+
+PROMPT = 2048
+SMOLLM = {  # the shape of SmolLM 135M
+    "width": 576,
+    "vocab": 49152,
+    "limit": 4096,
+    "decoder": {
+        "layers": 30,
+        "kinds": {"L": {"mixer": {"heads": 9, "kv_heads": 3}, "mlp": {"kind": "gated", "hidden": 1536}}},
+    },
+}
+
+
+def told(measure: str, **numbers: object) -> None:
+    print(json.dumps({"bench": "tiers", "measure": measure, **numbers, "machine": machine()}), flush=True)
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def drop(paths: list[Path]) -> None:
+    """Of these files nothing is in memory any more."""
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def sequential(path: Path) -> float:
+    """Seconds to read a file, a mebibyte at a time."""
+    piece, file, at = bytearray(1 << 20), os.open(path, os.O_RDONLY), 0
+    began = time.perf_counter()
+    while count := os.preadv(file, [piece], at):
+        at += count
+    seconds = time.perf_counter() - began
+    os.close(file)
+    return seconds
+
+
+def fetched(folder: Path, names: list[Name], size: int) -> float:
+    """Seconds until all tickets are done."""
+    tiers = Tiers([size], [4], shelf=Shelf(folder, 1 << 40), identity=Identity(model="m"))
+    began = time.perf_counter()
+    tickets = [tiers.load(name, (0,)) for name in names]
+    while not all(ticket.done for ticket in tickets):
+        tiers.wait(0.01)
+    seconds = time.perf_counter() - began
+    assert all(ticket.pieces is not None for ticket in tickets)
+    tiers.close()
+    return seconds
+
+
+def disk(folder: Path, size: int, count: int, repeats: int) -> None:
+    tiers = Tiers([size], [4], shelf=Shelf(folder / "blocks", 1 << 40), identity=Identity(model="m"), queue=1 << 40)
+    names = [Name(f"{number:032x}", "", number.to_bytes(8, "little") * 16) for number in range(count)]
+    block = os.urandom(size)
+    began = time.perf_counter()
+    for name in names:
+        number = tiers.wants(name, (0,), evicted=False)
+        assert number is not None
+        tiers.give(number, {0: block})
+    assert tiers.flush(600)
+    written = time.perf_counter() - began
+    tiers.close()
+    whole = folder / "whole"
+    with whole.open("wb") as file:
+        for _ in range(count):
+            file.write(block)
+    paths = [whole, *(folder / "blocks").glob("*.kv")]
+    for state in ("cold", "warm"):
+        ours, theirs = [], []
+        for _ in range(repeats):
+            if state == "cold":
+                drop(paths)
+            theirs.append(sequential(whole))
+            ours.append(fetched(folder / "blocks", names, size))
+        rate = [size * count / statistics.median(each) / 1e6 for each in (ours, theirs)]
+        numbers = {"tier_mb_s": round(rate[0]), "sequential_mb_s": round(rate[1]), "ratio": round(rate[0] / rate[1], 3)}
+        told(
+            f"disk {state}", block_bytes=size, blocks=count, written_mb_s=round(size * count / written / 1e6), **numbers
+        )
+
+
+# ---------------------------------------------------------------- the first token
+
+
+def first_token(engine: Engine, prompt: list[int]) -> float:
+    request = engine.submit(prompt, Sampling(max_tokens=1, temperature=0))
+    usage = engine.usage(request)
+    began = time.perf_counter()
+    while not engine.idle:
+        engine.step()
+    assert usage.cached in (0, len(prompt) // engine.cache.block_size * engine.cache.block_size)
+    return time.perf_counter() - began
+
+
+def tokens(config: ModelConfig, folder: Path, repeats: int) -> None:
+    torch.manual_seed(0)
+    model = Transformer(config).eval()
+    cache = {"rows": 1, "capacity": PROMPT + 64, "chunk": 512, "block_size": 16}
+    draw = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, config.vocab, (PROMPT + 1,), generator=draw).tolist()
+    other = torch.randint(0, config.vocab, (PROMPT + 1,), generator=draw).tolist()
+    seconds: dict[str, list[float]] = {"miss": [], "pool": [], "ram": [], "disk cold": [], "disk": []}
+    for number in range(repeats):
+        place = folder / f"{number}"
+        engine = Engine(model, CacheConfig(**cache, tier=os.fspath(place), tier_ram=1 << 40))
+        seconds["miss"].append(first_token(engine, prompt))
+        seconds["pool"].append(first_token(engine, prompt))
+        first_token(engine, other)  # the pool has room for one
+        seconds["ram"].append(first_token(engine, prompt))
+        engine.close()
+        for state in ("disk cold", "disk"):
+            if state == "disk cold":
+                drop(list(place.glob("*.kv")))
+            engine = Engine(model, CacheConfig(**cache, tier=os.fspath(place)))
+            seconds[state].append(first_token(engine, prompt))
+            engine.close()
+        shutil.rmtree(place)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    ratios = {name: round(each / medians["miss"], 4) for name, each in medians.items()}
+    told("first token", prompt=PROMPT, seconds={name: round(each, 4) for name, each in medians.items()}, ratio=ratios)
+
+
+# ---------------------------------------------------------------- the host
+
+
+class Instant:
+    """A tier of no bytes: ``has`` nothing, or all."""
+
+    def __init__(self, full: bool) -> None:
+        self.full, self.number = full, 0
+
+    def has(self, key: str) -> bool:
+        return self.full
+
+    def load(self, name: Name, wanted: tuple[int, ...]) -> Ticket:
+        ticket = Ticket(name, wanted)
+        ticket.came(dict.fromkeys(wanted, b""), "disk")
+        return ticket
+
+    def wants(self, name: Name, wanted: tuple[int, ...], *, evicted: bool) -> int | None:
+        self.number += 1
+        return self.number
+
+    def cancel(self, number: int) -> None: ...
+
+    def lend(self, pieces: object) -> int:
+        return 0
+
+    def drop(self, key: str) -> None: ...
+
+
+def bookkeeping(repeats: int) -> None:
+    """A prompt of 2,048 tokens is admitted, placed and committed: all that the host does for it but scheduling."""
+    placed = groups([MixerSpec(True, None, 2, 64, 64)], CacheConfig(rows=2, capacity=PROMPT + 64))
+    for name, tier in (("no tier", None), ("empty tier", Instant(False)), ("full tier", Instant(True))):
+        found = []
+        for number in range(repeats):
+            ledger = Ledger(placed, prefix=True, seats=2, tier=tier)
+            prompt = [number, *range(PROMPT)]
+            began = time.process_time()
+            fetch = None
+            if tier is not None:
+                fetch = ledger.fetch(prompt, b"root")
+                fetch.start()
+            length = ledger.admit(0, prompt, b"root", None, fetch) or 0
+            assert length == (PROMPT if tier is not None and tier.full else 0)
+            ledger.reserve([(0, length, len(prompt) - length)])
+            ledger.commit(0, prompt[length:])
+            ledger.release(0)
+            found.append(time.process_time() - began)
+        told("bookkeeping", tier=name, us_per_token=round(1e6 * statistics.median(found) / PROMPT, 3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=["demo", "135m"])
+    parser.add_argument("--folder", type=Path, help="On the disk to be measured [default: a temporary one].")
+    parser.add_argument("--mib", type=int, default=256, help="Of blocks, for the disk.")
+    parser.add_argument("--repeats", type=int, default=3)
+    asked = parser.parse_args()
+    config = PRESETS["demo"](4096, 4096) if asked.shape == "demo" else ModelConfig.from_dict(SMOLLM)
+    kinds = next(iter(config.stack.kinds.values())).mixer
+    heads = kinds.kv_heads or kinds.heads
+    size = 16 * (8 + config.stack.layers * heads * 2 * (config.width // kinds.heads) * 4)
+    folder = Path(tempfile.mkdtemp(prefix="kvad-tiers-", dir=asked.folder))
+    try:
+        bookkeeping(5 * asked.repeats)
+        disk(folder, size, max(1, (asked.mib << 20) // size), asked.repeats)
+        tokens(config, folder, asked.repeats)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
