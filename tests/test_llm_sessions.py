@@ -147,7 +147,7 @@ def test_a_session_of_a_closed_llm(model, tmp_path):
         session = opened.session("trip", tmp_path)
         session.generate("hello", **GREEDY)
         session.save()
-    for call in (session.load, session.save, session.generate, lambda: opened.session("trip", tmp_path)):
+    for call in (session.load, session.generate, lambda: opened.session("trip", tmp_path)):
         with pytest.raises(EngineError, match="closed"):
             call()
 
