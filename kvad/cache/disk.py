@@ -1,4 +1,4 @@
-"""The disk, as caches use it: ten operations, each of which may raise OSError, and nothing else.
+"""The disk, as caches use it: twelve operations, each of which may raise OSError, and nothing else.
 
 One seam for all that is stored (``entry.py``, ``shelf.py``): tests hand over a disk whose k-th operation fails, or one
 that forgets what was not flushed when the power goes (``tests/cache/disks.py``).  Nothing here retries: after a failed
