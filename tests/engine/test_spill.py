@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -454,8 +455,8 @@ class SpillMachine(RuleBasedStateMachine):
 
     @initialize(ram=st.sampled_from(sorted(RAM.values())), blocks=st.sampled_from([8, 10, 24]))
     def start(self, ram: int, blocks: int) -> None:
-        folder = f"/tmp/kvad-test-spill-{os.getpid()}"
-        cache = spilling(folder, spill_ram=ram, blocks=blocks)
+        self.folder = tempfile.TemporaryDirectory()
+        cache = spilling(self.folder.name, spill_ram=ram, blocks=blocks)
         self.engine = Engine(self.model, cache, budget=20, disk=self.disk)
 
     def alone(self, stem: int, length: int) -> list[int]:
@@ -513,6 +514,8 @@ class SpillMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.step(40)
             self.engine.close()
+            assert not list(Path(self.folder.name).iterdir()), "files are left"
+            self.folder.cleanup()
 
 
 class TestSpillMachine(SpillMachine.TestCase):  # type: ignore[name-defined, misc]

@@ -70,7 +70,7 @@ def test_one_of_each_kind_holds(name):
     """A new policy is verified by being registered; its size for the prompts stands in ``SIZED``."""
     report = run(tiny(), policies=named_policies([name], 33, 4), rotates=("write", "read"))
     mask = parse_policy(sized(name, 33, 4))
-    lossy = (mask.scored, mask.levels, mask.chooses) != (None, None, None)
+    lossy = (mask.scored, mask.levels, mask.chooses) != (None, None, None) and name != "spilled"
     assert {m.verdict for m in report.memories} == {"lossy by design" if lossy else "exact"}
     assert all(m.structure <= EXACT for m in report.memories)
     assert not [note for note in report.notes if "keeps all" in note]
