@@ -137,7 +137,7 @@ def offers(
         for each in prices
         if any(one is not None and (one.model, one.digest) == (each.model, each.digest) for one in paid)
     ]
-    return Table(tuple(found), tuple(refused), tuple(sources))
+    return Table(tuple(found), tuple(refused), tuple(dict.fromkeys(sources)))
 
 
 def _offer(
