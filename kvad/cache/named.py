@@ -13,7 +13,6 @@
 ``quest(b)``                    everything stays; a query reads the b tokens that may matter most (Tang et al. 2024)
 ``package.module:Class(...)``   a policy of one's own
 ==============================  =======================================================================================
-=======
 What each keeps is said in one line of :data:`ABOUT`; ``package.module:Class(...)`` is a policy of one's own.
 
 A policy of each layer: ``"0-3: full; sinks(4, 60)"``; what no layer is named for stands last.  Several at once:
