@@ -3,11 +3,11 @@
     python bench/tiers.py demo
     python bench/tiers.py 135m --folder /var/tmp/tier
 
-One JSON line per measure.  ``disk``: bytes per second of blocks that a row is fetched, through tickets, checksums and all,
-beside the same bytes read from one file, with the page cache dropped and with it warm, by turns.  ``first token``: seconds
-to the first token of a prompt of 2,048 tokens, missed, and found in the pool, in RAM and on disk.  ``bookkeeping``:
-microseconds of processor time per token for hashes, names, claims and publishing, without tiers and with one that keeps
-nothing and one that has all.  Random weights.
+One JSON line per measure.  ``disk``: bytes per second of blocks that a row is fetched, through tickets, checksums and
+all, beside the same bytes read from one file, with the page cache dropped and with it warm, by turns.  ``first token``:
+seconds to the first token of a prompt of 2,048 tokens, missed, and found in the pool, in RAM and on disk.
+``bookkeeping``: microseconds of processor time per token for hashes, names, claims and publishing, without tiers and
+with one that keeps nothing and one that has all.  Random weights.
 """
 
 from __future__ import annotations
