@@ -89,7 +89,7 @@ def away(engine: Engine) -> None:
     parking, ledger = engine.swaps.parking, engine.ledger
     if parking is None or not len(parking):
         return
-    engine.memory.apply(ledger._with_parked(ledger._no_moves(), set()))
+    engine.memory.apply(ledger._away.told(ledger._no_moves(), ()))
     parking.poll()
     while parking.pending:
         parking.wait()

@@ -405,7 +405,8 @@ def test_a_late_sample_without_emptied_blocks_is_heard(monkeypatch: pytest.Monke
 
     def forgetful(self: Ledger, *args: object, **named: object) -> None:
         made(self, *args, **named)  # type: ignore[arg-type]
-        self._summed = tuple(False for _ in self.own)
+        for rules in self.rules:
+            rules.summed = False
 
     monkeypatch.setattr(Ledger, "__init__", forgetful)
     with pytest.raises(AssertionError):

@@ -369,7 +369,7 @@ def state(ledger: Ledger) -> object:
         for seat in ledger._seats
     ]
     pools = [(list(pool.refs), list(pool._idle), list(pool.prefixes)) for pool in ledger.pools]
-    return seats, pools, list(ledger._park), dict(ledger._wake), list(ledger._drop)
+    return seats, pools, list(ledger._away.park_next), dict(ledger._away.waking), list(ledger._away.drop_next)
 
 
 def operate(ledger: Ledger, rng: random.Random, asleep: list[Parked], counts: dict[str, int]) -> None:
@@ -381,7 +381,7 @@ def operate(ledger: Ledger, rng: random.Random, asleep: list[Parked], counts: di
         ledger.admit(empty[0], [stem] * rng.randint(1, 30), b"")
     elif draw < 0.25 and taken and empty:
         counts["forks"] += ledger.fork(row, empty[0], rng.randint(0, ledger.length(row)))
-    elif draw < 0.30 and taken and row not in ledger._wake:
+    elif draw < 0.30 and taken and row not in ledger._away.waking:
         ledger.rewind(row, rng.randint(0, ledger.length(row)))
     elif draw < 0.36 and taken:
         ledger.release(row)
@@ -408,8 +408,8 @@ def reserve(ledger: Ledger, rng: random.Random, taken: list[int], counts: dict[s
         assert state(ledger) == before, "a refused reservation changed something"
         counts["refused"] += 1
         if clone is not None:  # would it have been possible?
-            clone._enough = lambda *_: True  # type: ignore[method-assign]
-            clone._descents.enough = lambda *_: True  # type: ignore[method-assign]
+            clone._growth._enough = lambda *_: True  # type: ignore[method-assign]
+            clone._growth.descents.enough = lambda *_: True  # type: ignore[method-assign]
             with pytest.raises(KeyError, match="dictionary is empty"):
                 clone.reserve(spans)
         ledger.release(taken[0])

@@ -278,7 +278,7 @@ def test_the_hit_is_the_longest_that_every_group_can_serve() -> None:
     tokens = list(range(20))
     seat(ledger, 0, tokens, chunk=4)
     local, full = ledger.pools
-    chain = ledger._chain(ledger._prefixes.root(b""), tokens, 20)  # type: ignore[arg-type]
+    chain = ledger._chains.find(ledger._chains.prefixes.root(b""), tokens, 20)  # type: ignore[arg-type]
     assert len(chain) == 5
     gone = local.find(chain[3])
     assert gone is not None

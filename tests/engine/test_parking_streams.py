@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from kvad.cache.entry import Section
-from kvad.cache.ledger import Ledger, Parked
+from kvad.cache.growth import Spans
+from kvad.cache.ledger import Ledger, Parked, Placed
 from kvad.cache.parking import Parking
 from kvad.engine.costs import Costs
 from kvad.engine.request import Event, Result, Sampling
@@ -423,16 +424,16 @@ class TooSoon(Ledger):
     def wake(self, row: int, parked: Parked) -> bool:
         woken = super().wake(row, parked)
         if woken and self._seat(row).again:
-            self._publish_again(self._seat(row))
+            self._chains.publish_again(self._seat(row))
         return woken
 
 
 class CopiesOne(Ledger):
     """Has one row of several copied out."""
 
-    def _with_parked(self, moves: Moves, rows: set[int]) -> Moves:
-        told = super()._with_parked(moves, rows)
-        return told._replace(park=told.park[:1])
+    def reserve(self, spans: Spans) -> Placed | None:
+        placed = super().reserve(spans)
+        return placed and placed._replace(moves=placed.moves._replace(park=placed.moves.park[:1]))
 
 
 def runs(name: str, **parts: object) -> None:

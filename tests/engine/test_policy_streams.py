@@ -338,7 +338,9 @@ class PolicyMemory(FakeMemory):
     def poison(self, ledger: Ledger) -> None:
         """Canaries in every block that is nobody's, and that is not about to be copied out."""
         for g, pool in enumerate(ledger.pools):
-            waiting = {block for _, parked in ledger._park for blocks in parked[g : g + 1] for block in blocks}
+            waiting = {
+                block for _, parked in ledger._away.park_next for blocks in parked[g : g + 1] for block in blocks
+            }
             for block in range(2, len(pool.refs)):
                 if pool.refs[block] == 0 and pool.prefixes[block] is None and block not in waiting:
                     for slot in self.slots(g, [block]):
@@ -455,7 +457,7 @@ class PolicyWorld(World):
 
     def drain(self, most: int = 5000) -> None:
         super().drain(most)
-        assert len(self.memory.parked) <= len(self.ledger._drop), "what was parked is kept for nobody"
+        assert len(self.memory.parked) <= len(self.ledger._away.drop_next), "what was parked is kept for nobody"
 
 
 class PolicyDriver(Driver):
@@ -508,7 +510,7 @@ class PolicyLedgerWorld(LedgerWorld):
         self.forks += child in self.rows
 
     def rewind(self, seat: int, length: int) -> None:
-        if seat not in self.ledger._wake:
+        if seat not in self.ledger._away.waking:
             super().rewind(seat, length)
 
     def park(self, seat: int) -> None:
@@ -601,7 +603,8 @@ class KeepsASiblingsBounds(Ledger):
 
     def __init__(self, placed: Sequence[Group], **given: object) -> None:
         super().__init__(placed, **given)  # type: ignore[arg-type]
-        self._summed = tuple(False for _ in self.own)
+        for rules in self.rules:
+            rules.summed = False
 
 
 class SharesSummaries(Ledger):
@@ -609,7 +612,7 @@ class SharesSummaries(Ledger):
 
     def __init__(self, placed: Sequence[Group], **given: object) -> None:
         super().__init__(placed, **given)  # type: ignore[arg-type]
-        self._descents._shared = lambda *_: False  # type: ignore[method-assign]
+        self._growth.descents._shared = lambda *_: False  # type: ignore[method-assign]
 
 
 class AtOnce(list[tuple[BlockPool, int]]):

@@ -25,6 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvad.cache.blocks import Prefix, Prefixes, digest
 from kvad.cache.deposits import Fetch
 from kvad.cache.ledger import Ledger, Placed
+from kvad.cache.rules import Rules
 from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.cache.sources import PlacedSources, Source, Sources
 from kvad.config import MixerSpec
@@ -920,8 +921,9 @@ class TestLedgerMachineLong(LedgerMachine.TestCase):  # type: ignore[name-define
 
 
 class NoCopyOnWrite(Ledger):
-    def _shared(self, pool: object, block: int, refs: int) -> bool:
-        return False
+    def __init__(self, placed: Sequence[Group], **asked: Any) -> None:
+        super().__init__(placed, **asked)
+        self._growth.shared = lambda *_: False  # type: ignore[method-assign]
 
 
 class NoClearing(FakeMemory):
@@ -935,11 +937,18 @@ class CopiesTooLittle(FakeMemory):
         super().apply(moves._replace(copy=tuple(less)))
 
 
+class TooShort(Rules):
+    def first_needed(self, start: int) -> int:
+        return max(0, start - self.window + 2) // self.size
+
+
 class KeepsLess(Ledger):
     """Drops a windowed row's block one token too early."""
 
-    def _first_needed(self, index: int, start: int) -> int:
-        return max(0, start - self._windows[index] + 2) // self._sizes[index]
+    def __init__(self, placed: Sequence[Group], **asked: Any) -> None:
+        super().__init__(placed, **asked)
+        for rules in self.rules:
+            rules.__class__ = TooShort
 
 
 class ClaimsAll(Ledger):
@@ -968,7 +977,7 @@ class Trusting(Prefixes):
 class TrustsTheHash(Ledger):
     def __init__(self, placed: Sequence[Group], **asked: Any) -> None:
         super().__init__(placed, **asked)
-        self._prefixes = Trusting(asked["hasher"])
+        self._chains.prefixes = Trusting(asked["hasher"])
 
 
 def broken(setup: str, operations: int = 4000, **parts: object) -> None:

@@ -176,7 +176,7 @@ class TieredWorld(World):
         self.tier = tier(luck)
         super().__init__(setup, ledger=partial(ledger, tier=self.tier), memory=memory, check=check)  # type: ignore[arg-type]
         if deposits is not Deposits:
-            made = self.ledger.deposits = deposits(self.tier, len(self.ledger.groups))
+            made = self.ledger._chains.deposits = deposits(self.tier, len(self.ledger.groups))
             for index in range(len(self.ledger.own)):
                 self.ledger.pools[index].evicting = partial(made.evicted, index)
         self.memory.tier = self.tier  # type: ignore[attr-defined]

@@ -196,7 +196,7 @@ def test_evicted_blocks_come_back_all_the_time(tmp_path, heads, tiers):
 
 def test_a_key_of_eight_bits_hits_less_and_is_never_wrong(tmp_path):
     engine = make(tmp_path, blocks=24, tier_ram=100_000)
-    engine.ledger._prefixes._hash = lambda data: digest(data)[:1]
+    engine.ledger._chains.prefixes._hash = lambda data: digest(data)[:1]
     rng, expected = random.Random(2), dict(zip(map(tuple, PROMPTS), right(engine, *PROMPTS, new=3), strict=True))
     for _ in range(25):
         chosen = rng.sample(PROMPTS, 2)
@@ -523,7 +523,7 @@ def test_a_block_of_another_history_is_refused_by_its_proof(tmp_path, monkeypatc
     if not compared:
         monkeypatch.setattr("kvad.cache.deposits.proof", lambda prefix: b"")
     engine = make(tmp_path)
-    engine.ledger._prefixes._hash = lambda data: digest(data)[:1]
+    engine.ledger._chains.prefixes._hash = lambda data: digest(data)[:1]
     a, b = same_key(engine)
     say(engine, [a] * 4 + [1] * 8 + [2], new=2)
     assert engine.tiers.flush()
