@@ -113,7 +113,7 @@ class Engine:
         probe: Probe | None = None,
         compressor: Compressor | None = None,
         stop_tokens: frozenset[int] = frozenset(),
-        memory: Callable[..., Memory] = Memory,
+        memory: Callable[..., Memory] | None = None,
         weights: str | None = None,
         park_dir: str | Path | None = None,
         costs: Costs | None = None,
@@ -134,7 +134,7 @@ class Engine:
         self.deterministic = deterministic
         self._weights = weights  # their fingerprint, when it was asked for
         self._summaries = "" if compressor is None else compressor.fingerprint()
-        self.memory = memory(
+        self.memory = (Memory if memory is None else memory)(
             placed,
             device=self.device,
             rotate=cache.rotate,

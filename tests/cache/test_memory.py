@@ -57,6 +57,10 @@ def test_the_empty_block_is_never_written_and_the_bin_never_read() -> None:
             super().__init__(*args, **kwargs)
             engines.append(self)
 
+        def close(self) -> None:
+            """Its memory is looked at afterwards."""
+            self.swaps.close()
+
     import tests.drive as driver
 
     driver.Engine, before = Kept, driver.Engine  # type: ignore[misc]

@@ -132,4 +132,4 @@ def test_the_doctor_names_what_is_wrong_and_mends_what_is_safe(kvad, model, tier
 
 def test_a_checkpoint_is_not_fixed(kvad, model):
     ran = kvad("doctor", model, "--fix")
-    assert ran.code == 2 and "no tier's folder" in ran.err and kvad("doctor", model).code == 0
+    assert ran.code == 2 and "is no folder of sessions and no tier's" in ran.err and kvad("doctor", model).code == 0
