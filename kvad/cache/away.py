@@ -12,6 +12,7 @@ Invariant: a key is used once.  Integers only, no torch.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from kvad.cache.blocks import BlockPool, Prefix
 from kvad.cache.seats import Known, Parked, Seat
@@ -23,6 +24,13 @@ __all__ = ["Away"]
 Told = tuple[int, tuple[tuple[int, ...], ...]]  # a key, and blocks per group
 
 
+class Waking(NamedTuple):
+    """A row that is seated again: as it was parked, and what its next step fills."""
+
+    parked: Parked
+    blocks: tuple[tuple[int, ...], ...]
+
+
 class Away:
     """``pools``: of the groups that a row's tokens are in, ``own`` that take tokens, then their levels."""
 
@@ -30,16 +38,15 @@ class Away:
         self._pools, self._own = tuple(pools), own
         self._keys = self._epoch = 0  # keys so far; times that all prefixes were forgotten
         self.park_next: list[Told] = []  # told with the next moves
-        self.waking: dict[int, Told] = {}  # by row
+        self.waking: dict[int, Waking] = {}  # by row
         self.drop_next: list[int] = []
 
     def park(self, row: int, seat: Seat) -> Parked:
         """What the row's blocks are known by when it has left its seat, which it is about to do."""
         if row in self.waking:  # it has not moved since it was to wake
-            key, blocks = self.waking[row]
-        else:
-            key, blocks = self._key(), tuple(tuple(hold.blocks) for hold in seat.every)
-            self.park_next.append((key, blocks))
+            return self.waking[row].parked
+        key = self._key()
+        self.park_next.append((key, tuple(tuple(hold.blocks) for hold in seat.every)))
         holds = tuple((len(hold.blocks), hold.gap, hold.dropped, hold.cut) for hold in seat.holds)
         below = tuple((len(each.blocks), each.used) for each in seat.below)
         known = None if seat.root is None else Known(seat.root, seat.tip, tuple(seat.tail), self._epoch)
@@ -62,7 +69,7 @@ class Away:
             level.used = used
         for each, pool, count in zip(seat.every, self._pools, counts, strict=True):
             each.blocks = [pool.take()[0] for _ in range(count)]
-        self.waking[row] = parked.key, tuple(tuple(hold.blocks) for hold in seat.every)
+        self.waking[row] = Waking(parked, tuple(tuple(hold.blocks) for hold in seat.every))
         return seat
 
     def adopt(
@@ -91,14 +98,15 @@ class Away:
 
     def add_source(self, row: int, blocks: Sequence[Sequence[int]]) -> None:
         """A waking row's source comes back with it."""
-        key, own = self.waking[row]
-        self.waking[row] = key, (*own, *map(tuple, blocks))
+        parked, own = self.waking[row]
+        self.waking[row] = Waking(parked, (*own, *map(tuple, blocks)))
 
     def told(self, moves: Moves, rows: Collection[int]) -> Moves:
         """With what was parked and given up since moves were last told, and those of these ``rows`` that wake."""
         if not (self.park_next or self.waking or self.drop_next):
             return moves
-        wake = tuple(self.waking.pop(row) for row in sorted(set(rows) & self.waking.keys()))
+        woken = [self.waking.pop(row) for row in sorted(set(rows) & self.waking.keys())]
+        wake = tuple((parked.key, blocks) for parked, blocks in woken)
         moves = moves._replace(park=tuple(self.park_next), wake=wake, drop=tuple(self.drop_next))
         self.park_next, self.drop_next = [], []
         return moves

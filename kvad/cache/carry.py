@@ -28,6 +28,8 @@ class Host(Protocol):
 
     def take(self, number: int) -> Mapping[int, Buffer]: ...
 
+    def cancel(self, number: int) -> None: ...
+
 
 class Holder(Protocol):
     """A Memory, as this module sees it."""

@@ -68,7 +68,7 @@ class Tier(Protocol):
         ...
 
     def cancel(self, number: int) -> None:
-        """What was wanted will not come."""
+        """What was wanted will not come, or what was lent is not asked for."""
         ...
 
     def lend(self, pieces: Mapping[int, Buffer]) -> int:
@@ -122,6 +122,11 @@ class Fetch:
         while self._left and self._left[-1].done:  # they come in their order: the last one is asked first
             self._left.pop()
         return self.started and not self._left
+
+    @property
+    def coming(self) -> bool:
+        """Is it on its way?"""
+        return self.started and not self.ready()
 
     def has(self, prefix: Prefix, group: int) -> bool:
         ticket = self.tickets.get(prefix)

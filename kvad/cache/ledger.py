@@ -175,7 +175,7 @@ class Ledger:
         wake or to be loaded, and its blocks are empty until its next step.
         """
         seat = self._seat(row)
-        if self._watched or self._waits(row) or any(hold.cut > length for hold in seat.holds):
+        if self._watched or self.waits(row) or any(hold.cut > length for hold in seat.holds):
             return False
         assert self._seats[child] is None and 0 <= length <= seat.length, (row, child, length, seat.length)
         if not self._window_held(seat, length):
@@ -204,7 +204,7 @@ class Ledger:
         It is 0 when a window has moved past what a query at ``length`` needs: the row is then empty, compute it anew.
         """
         seat = self._seat(row)
-        assert not self._waits(row), "what was parked or stored comes back whole: rewind it after its next step"
+        assert not self.waits(row), "what was parked or stored comes back whole: rewind it after its next step"
         if length >= seat.length:
             return seat.length
         if length == 0 or not self._window_held(seat, length) or any(hold.cut > length for hold in seat.holds):
@@ -246,6 +246,7 @@ class Ledger:
     def park(self, row: int) -> Parked:
         """A row leaves its seat and will have its blocks as they are again: they are copied out, then freed."""
         seat = self._seat(row)
+        assert row in self._away.waking or not self.waits(row), "a row that waits for its blocks has nothing to copy"
         assert not self.spills, "what is spilled is not copied out: such a row is computed again"
         parked = self._away.park(row, seat)
         self.release(row)
@@ -259,7 +260,7 @@ class Ledger:
 
     def standing(self, row: int) -> Standing | None:
         """What the row holds, and where, for whoever reads it before the next step; None: it is not there yet."""
-        if row in self._away.waking:
+        if self.waits(row):
             return None
         seat, groups = self._seat(row), self.own
         holds = tuple(
@@ -298,7 +299,7 @@ class Ledger:
     @property
     def waking(self) -> list[int]:
         """Keys of parked rows that are seated again, and have yet to be copied in: with the next moves of their own."""
-        return [key for key, _ in self._away.waking.values()]
+        return [each.parked.key for each in self._away.waking.values()]
 
     def held(self, row: int) -> list[int]:
         """Blocks that the row holds in each group, those of sources apart."""
@@ -445,6 +446,10 @@ class Ledger:
     def length(self, row: int) -> int:
         return self._seat(row).length
 
+    def waits(self, row: int) -> bool:
+        """Are the row's blocks still empty?  It is about to wake, or to be given what the tiers had: with its step."""
+        return row in self._away.waking or (self.deposits is not None and self.deposits.waits(row))
+
     def holds(self, rows: int, length: int) -> bool:
         """Do ``rows`` rows of ``length`` tokens have room, if nothing else is there and they share nothing?"""
         return all(rows * blocks_of(group, self.groups, length) <= group.usable for group in self.groups[: self._kept])
@@ -509,10 +514,6 @@ class Ledger:
         seat = self._seats[row]
         assert seat is not None, f"seat {row} is empty"
         return seat
-
-    def _waits(self, row: int) -> bool:
-        """Are the row's blocks still empty?"""
-        return row in self._away.waking or (self.deposits is not None and self.deposits.waits(row))
 
     def _release_all(self, seat: Seat) -> None:
         for hold, pool in zip(seat.every, self.pools, strict=False):

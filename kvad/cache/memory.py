@@ -172,6 +172,14 @@ class Memory:
             for source, target, kept in copy:
                 self._copy(group, positions, source, target, kept)
 
+    def forgo(self, moves: Moves) -> None:
+        """The step of these moves has failed, before they were applied or behind: what they have not copied out is not
+        waited for, and what they were to copy in or to drop is dropped."""
+        for number, _ in (*moves.store, *moves.load) if self.tiers is not None else ():
+            self.tiers.cancel(number)
+        for key in (*(key for key, _ in moves.wake), *moves.drop):
+            self.parked.pop(key, None)
+
     def _park_and_wake(self, moves: Moves) -> None:
         for key, blocks in moves.park:
             self.parked[key] = self.copier.out(key, self.held(blocks))

@@ -132,7 +132,7 @@ class ParkFiles:
         if self._thread is None:
             self._thread = threading.Thread(target=self._worker().run, name="kvad-parking", daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._jobs.put, _Job("stop"))
+            weakref.finalize(self, _forgotten, self._jobs, self._paths, self._given_up)
         self.pending += 1
         self._jobs.put(job)
 
@@ -148,6 +148,14 @@ class ParkFiles:
                     self.disk.remove(each.path)
                     count += 1
         return count
+
+
+def _forgotten(jobs: SimpleQueue[_Job], paths: dict[int, Path], given_up: set[int]) -> None:
+    """Nobody can ask for these any more."""
+    for key, path in paths.items():
+        given_up.add(key)
+        jobs.put(_Job("remove", key, path))
+    jobs.put(_Job("stop"))
 
 
 class _Worker:

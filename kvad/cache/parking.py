@@ -171,9 +171,9 @@ class Parking:
         self._leave(key)
 
     def drop(self, key: int) -> None:
-        """Nobody wants the row any more."""
+        """Nobody wants the row any more, one that somebody else has put into the store included."""
         row = self._leave(key)
-        if row is not None and row.state != "coming":  # else its copy is yet to be made: the moves drop it
+        if row is None or row.state != "coming":  # else its copy is yet to be made: the moves drop it
             self.store.pop(key, None)
 
     def _leave(self, key: int) -> _Row | None:

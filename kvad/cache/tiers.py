@@ -155,8 +155,11 @@ class Tiers:
             return number
 
     def cancel(self, number: int) -> None:
+        """What was wanted will not come, or what was lent is not asked for; nothing happens where it was."""
         with self._changed:
-            self._unwant(number)
+            self._lent.pop(number, None)
+            if number in self._wanted:
+                self._unwant(number)
 
     def lend(self, pieces: Mapping[int, Buffer]) -> int:
         with self._changed:
@@ -273,10 +276,12 @@ class Tiers:
             return  # withdrawn meanwhile
         sections = [Section(str(g), "uint8", (memoryview(p).nbytes,), p) for g, p in sorted(found[1].items())]
         facts = {"parent": name.parent, "tokens": name.tokens.hex()}
-        shelf.put(self._on_shelf(name.key), KIND, self._identity.parts, facts, sections)
-        with self._changed:
-            if self._writing.get(name.key) is found:
-                self._unqueue(name.key)
+        try:
+            shelf.put(self._on_shelf(name.key), KIND, self._identity.parts, facts, sections)
+        finally:  # whatever happened, it does not wait any more
+            with self._changed:
+                if self._writing.get(name.key) is found:
+                    self._unqueue(name.key)
 
     def removed(self, key: str) -> None:
         with self._changed:
@@ -305,6 +310,9 @@ class Tiers:
             self.arrived(ticket, None, "", error.why)
         except OSError:
             self.arrived(ticket, None, "", "failed")
+        except BaseException:  # a bug, or no memory: the worker says which; whoever waits must hear of it
+            self.arrived(ticket, None, "", "failed")
+            raise
         else:
             self.arrived(ticket, pieces, "disk")
 
@@ -344,10 +352,12 @@ def _write(tiers: weakref.ref[Tiers], shelf: Shelf, name: Name) -> None:
 
 
 def _remove(tiers: weakref.ref[Tiers], shelf: Shelf, stored: str, key: str) -> None:
-    shelf.drop(stored)
-    found = tiers()
-    if found is not None:
-        found.removed(key)
+    try:
+        shelf.drop(stored)
+    finally:
+        found = tiers()
+        if found is not None:
+            found.removed(key)
 
 
 def _read(tiers: weakref.ref[Tiers], shelf: Shelf, ticket: Ticket) -> None:
@@ -357,10 +367,13 @@ def _read(tiers: weakref.ref[Tiers], shelf: Shelf, ticket: Ticket) -> None:
 
 
 def _unpack(tiers: weakref.ref[Tiers], opening: Callable[[], Mapping[int, Buffer]], ticket: Ticket) -> None:
-    pieces = opening()
-    found = tiers()
-    if found is not None:
-        found.arrived(ticket, pieces, "ram")
+    pieces = None
+    try:
+        pieces = opening()
+    finally:
+        found = tiers()
+        if found is not None:
+            found.arrived(ticket, pieces, "ram", "failed")
 
 
 def _pack(tiers: weakref.ref[Tiers], attic: Attic) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -134,30 +135,38 @@ class Engine:
         self.deterministic = deterministic
         self._weights = weights  # their fingerprint, when it was asked for
         self._summaries = "" if compressor is None else compressor.fingerprint()
-        self.memory = (Memory if memory is None else memory)(
-            placed,
-            device=self.device,
-            rotate=cache.rotate,
-            exact=cache.endless,
-            compressors=None if compressor is None else compressor.by_layer(),
-            kernel=kernel,
-            probe=probe,
-            spill=_spill(placed, cache, disk),
-        )
-        self.tiers = open_tiers(cache, placed, lambda: self.identity(""))
-        self.memory.tiers = self.tiers
-        self._stored = b""  # what the roots of chains begin with where blocks outlive the process
-        if self.tiers is not None and cache.tier is not None:
-            self._stored = self.identity("").digest() + f"{cache.block_size}".encode()
-        self.ledger = Ledger(placed, prefix=cache.prefix, seats=cache.rows, watermark=cache.watermark, tier=self.tiers)
-        self.limits = Limits.of(model.config.limit, cache)
-        chunk = min(cache.chunk, cache.capacity)  # what a window's pool is sized for
-        folder = None if park_dir is None else Path(park_dir)
-        self.swaps = Swaps(self.ledger, costs, parking_of(self.memory, self.ledger, cache.park_ram, folder, disk))
-        self.memory.copier.told = self.swaps.told
-        self.scheduler = Scheduler(
-            self.ledger, rows=cache.rows, budget=budget, chunk=chunk, limit=self.limits, swaps=self.swaps
-        )
+        with ExitStack() as opened:  # what fails on the way leaves no file, no thread and no lock behind
+            self.memory = (Memory if memory is None else memory)(
+                placed,
+                device=self.device,
+                rotate=cache.rotate,
+                exact=cache.endless,
+                compressors=None if compressor is None else compressor.by_layer(),
+                kernel=kernel,
+                probe=probe,
+                spill=_spill(placed, cache, disk),
+            )
+            opened.callback(self.memory.release)
+            self.tiers = open_tiers(cache, placed, lambda: self.identity(""))
+            if self.tiers is not None:
+                opened.callback(self.tiers.close)
+            self.memory.tiers = self.tiers
+            self._stored = b""  # what the roots of chains begin with where blocks outlive the process
+            if self.tiers is not None and cache.tier is not None:
+                self._stored = self.identity("").digest() + f"{cache.block_size}".encode()
+            self.ledger = Ledger(
+                placed, prefix=cache.prefix, seats=cache.rows, watermark=cache.watermark, tier=self.tiers
+            )
+            self.limits = Limits.of(model.config.limit, cache)
+            chunk = min(cache.chunk, cache.capacity)  # what a window's pool is sized for
+            folder = None if park_dir is None else Path(park_dir)
+            self.swaps = Swaps(self.ledger, costs, parking_of(self.memory, self.ledger, cache.park_ram, folder, disk))
+            opened.callback(self.swaps.close)
+            self.memory.copier.told = self.swaps.told
+            self.scheduler = Scheduler(
+                self.ledger, rows=cache.rows, budget=budget, chunk=chunk, limit=self.limits, swaps=self.swaps
+            )
+            self._opened = opened.pop_all()
         self.runner = Runner(model, self.memory)
         self.keeper = Keeper(self.memory, self.ledger)
         self.times = StepTimes()
@@ -234,12 +243,12 @@ class Engine:
             return pieces
         began = time.perf_counter()
         plan = self.scheduler.plan()
+        self.keeper.collect(self.scheduler.left())  # of rows that gave way to this step
         if plan is None:
             self.store()
             if self.tiers is not None:
                 self.tiers.wait(POLL)  # nobody runs, and somebody's blocks are on their way
             return self._pieces(self.scheduler.drain())
-        self.keeper.collect(self.scheduler.left())  # of rows that gave way to this step
         inside = time.perf_counter()
         try:
             if plan.encoding is not None:
@@ -253,6 +262,7 @@ class Engine:
                     results[number] = Result(fault=why, again=True)
                 self._weigh(plan, time.perf_counter() - inside)
         except BaseException as error:  # Ctrl-C too: the rows of this step end, the engine goes on
+            self.memory.forgo(plan.placed.moves)
             fault = Result(fault=f"the step failed: {type(error).__name__}: {error}")
             rows = len(plan.work) if plan.encoding is None else len(plan.encoding.rows)
             self._undelivered = self._pieces(self.scheduler.settle(plan, [fault] * rows))
@@ -286,7 +296,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle
+        """Nothing to do, and nothing to tell."""
+        return self.scheduler.idle and not self._undelivered
 
     def store(self) -> None:
         """Hand the tiers what has been published since the last step.  (A step does it too.)"""
@@ -296,12 +307,9 @@ class Engine:
 
     def close(self) -> None:
         """Free the pool and what was parked, and let the tiers' folder go when all is written.  The engine serves
-        nothing afterwards."""
-        self.swaps.close()
-        if self.tiers is not None:
+        nothing afterwards.  What fails on the way is raised when all the rest is closed."""
+        with self._opened:
             self.store()
-            self.tiers.close()
-        self.memory.release()
 
     def _weigh(self, plan: Plan, seconds: float) -> None:
         """What a step has cost per token, where most of its tokens were read and not said."""
@@ -416,6 +424,8 @@ class Engine:
     def _piece(self, event: Event) -> Piece:
         text = self._texts.get((event.request, event.sample))
         emitted, finish, error = "", event.finish, event.error
+        if finish == "error":
+            self.keeper.forget(event.request)
         if text is not None:
             try:
                 emitted, finish = self._text_of(text, event)

@@ -240,7 +240,7 @@ class Scheduler:
                 self._give_way(items)
                 # Alone, without shared blocks, it will fit: try again at once.  So do beams that waited for others.
                 admitting = not items or not self._running
-            elif not self._waiting or any(row.fetch is not None and not row.fetch.ready() for row in self._waiting):
+            elif not self._waiting or any(row.fetch is not None and row.fetch.coming for row in self._waiting):
                 return None
             elif self.swaps.pending:  # nothing else to do
                 self.swaps.wait()

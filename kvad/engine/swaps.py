@@ -82,8 +82,8 @@ class Swaps:
         return f"{nbytes:,} bytes are swapped to {where or 'host memory, beyond its bound: nothing else has room'}"
 
     def _parks(self, row: Row) -> bool:
-        if not row.computed:
-            return False
+        if not row.computed or (row.parked is None and self._ledger.waits(row.seat)):
+            return False  # there is nothing to copy yet
         if self._ledger.lossy:
             return True
         if self.parking is None or row.group.beams is not None:  # beams share what would be copied for each
