@@ -12,6 +12,7 @@ import pytest
 
 from tests.mesh_cases import cases
 from tests.mesh_restore import MESHES, restore
+from tests.mesh_sessions import HOPS, travel
 from tests.ranks import Case, Result, deserted, spawn
 
 EXACT, WRONG = 1e-10, 1e-3
@@ -25,6 +26,8 @@ def objection(case: Case, result: Result) -> str | None:
         return of_deserted(result)
     if case.run is restore:
         return of_restored(result)
+    if case.run is travel:
+        return of_travelled(result)
     if case.wrong is not None:
         return None if result["far"] > WRONG else f"the mistake is not noticed: {result}"
     fine = result["far"] <= EXACT and result.get("argmax", True) and result.get("same_run", True)
@@ -37,6 +40,12 @@ def of_restored(result: Result) -> str | None:
     row that lost its keys says something else, so the check can see."""
     fine = result["whole"] and result["parked"] and set(result["far"]) == set(MESHES)
     return None if fine and max(result["far"].values()) <= EXACT and result["unkept"] > WRONG else f"{result}"
+
+
+def of_travelled(result: Result) -> str | None:
+    """Whatever the mesh, all of the session was used, and it says what it would have said without stopping."""
+    fine = result["tokens"] and result["cached"] and result["unknown"] and len(result["far"]) == len(HOPS)
+    return None if fine and max(result["far"].values()) <= EXACT and result["lost"] > WRONG else f"{result}"
 
 
 def of_deserted(result: Result) -> str | None:
@@ -86,4 +95,10 @@ def test_an_objection_is_raised() -> None:
     assert objection(kept, whole) is None
     for change in ({"whole": False}, {"parked": False}, {"far": {"1x1": 0.0}}, {"unkept": 0.0}):
         assert objection(kept, whole | change) is not None, change
+    trip = Case("a", "4x1", None, None, run=travel)  # type: ignore[arg-type]
+    far = {f"{hop}": 1e-14 for hop in range(len(HOPS))}
+    went = {"tokens": True, "cached": True, "unknown": True, "far": far, "lost": 4.0}
+    assert objection(trip, went) is None
+    for change in (*({name: False} for name in ("tokens", "cached", "unknown")), {"far": {}}, {"lost": 0.0}):
+        assert objection(trip, went | change) is not None, change
     assert objection(gone, {"message": "", "finish": None, "error_of_row": None}) is not None

@@ -79,7 +79,9 @@ def copy_in(memory: Holder, blocks: Blocks, slots: Slots, arrays: Mapping[str, T
         else:
             at.put(array, kept)
     for group, every in zip(memory.groups, slots, strict=False):
-        for layer in group.layers if group.chooses is not None and every is not None else ():
+        if group.chooses is None or every is None:
+            continue
+        for layer in group.layers:
             bounds = memory.bounds[layer]
             bounds.wrote(*split(every.to(bounds.least.device), group.block_size))
 
@@ -91,11 +93,11 @@ def _every(memory: Holder, blocks: Blocks) -> Iterator[tuple[str, Tensor, Tensor
 
 
 class _Stretch(NamedTuple):
-    """Slots ``low .. low + count - 1``, which are the ``start``-th and those behind it."""
+    """Slots ``low .. low + size - 1``, which are the ``start``-th and those behind it."""
 
     low: int
     start: int
-    count: int
+    size: int
 
 
 class _Places:
@@ -120,8 +122,8 @@ class _Places:
             array.view(-1)[self._slots.to(array.device)] = kept
         elif len(self._stretches) * LONG <= len(self._slots):
             lines = array.transpose(0, 1).view(array.shape[1], array.shape[0] * array.shape[2], *array.shape[3:])
-            for low, start, count in self._stretches:
-                lines[:, low : low + count] = kept[start : start + count].transpose(0, 1)
+            for low, start, size in self._stretches:
+                lines[:, low : low + size] = kept[start : start + size].transpose(0, 1)
         else:
             _plain(_by_line(array)).index_copy_(0, self._of(array), _plain(kept.flatten(0, 1)))
 

@@ -392,6 +392,11 @@ class Engine:
     def identity(self, regime: str, *, salt: str = "", template: str = "") -> Identity:
         """What the keys and values of this engine's rows belong to, for whatever is stored beyond its life.
         ``template``: the fingerprint of the chat template, where there is one.  The first call reads every weight."""
+        if self._weights is None and self.memory.ranks > 1:
+            raise ConfigError(
+                f"weights: this is one of {self.memory.ranks} ranks, which sees a part of them alone",
+                "give Engine(weights=...) the fingerprint of the whole model",
+            )
         if self._weights is None:
             self._weights = fingerprint(self.model)
         cache = self.cache

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from kvad.cache.lines import Slots
 from kvad.cache.memory import Memory
 from kvad.cache.mesh import check_cache, copies, kv_share
 from kvad.cache.planning import check_policy
@@ -31,8 +32,20 @@ from kvad.model.compress import LayerCompressor
 from kvad.model.transformer import Transformer
 from kvad.parallel.links import Links
 from kvad.parallel.shard import shard_compressor
-from kvad.parallel.wire import Message, moves_in, moves_out, receive, send, step_in, step_out
-from kvad.step import Moves, Step, View
+from kvad.parallel.wire import (
+    Message,
+    lines_in,
+    lines_out,
+    moves_in,
+    moves_out,
+    receive,
+    rotaries_in,
+    rotaries_out,
+    send,
+    step_in,
+    step_out,
+)
+from kvad.step import Moves, Rotary, Step, View
 
 __all__ = ["Leading", "Part", "follow", "lead", "part"]
 
@@ -62,11 +75,13 @@ class Part(Memory):
         if not isinstance(options.get("kernel", "auto"), str):
             raise ConfigError(f"deterministic: not promised on a mesh of {links.mesh}", "sums are cut by ranks there")
         check_cache(every, links.mesh)
-        self.whole, self.layers, self.links = tuple(every), layers, links
+        self.layers, self.links = layers, links
         numbers = local_layers(every, layers, links.mesh)
         mine = {numbers[layer]: each for layer, each in (compressors or {}).items() if layer in numbers}
         parts = {layer: _compressor_part(each, links) for layer, each in mine.items()}
         super().__init__(_ranked(every, layers, links), compressors=parts, **options)
+        self.whole, self.ranks = tuple(every), links.mesh.size
+        self.numbers = numbers
 
     def state(self, blocks: Blocks) -> dict[str, Tensor]:
         """This rank's part of a row's state, on the host."""
@@ -76,6 +91,13 @@ class Part(Memory):
         """The inverse of :meth:`state`, into as many blocks."""
         for each in self.held(blocks):
             each.array[each.blocks] = state[each.name].to(each.array.device)
+
+    def folding(self) -> dict[int, Rotary]:
+        mine = super().folding()
+        return {layer: mine[number] for layer, number in self.numbers.items() if number in mine}
+
+    def fold_with(self, rotaries: Mapping[int, Rotary]) -> None:
+        super().fold_with({self.numbers[layer]: each for layer, each in rotaries.items() if layer in self.numbers})
 
     def parked_state(self, key: int) -> dict[str, Tensor]:
         """This rank's part of what is parked under a key."""
@@ -98,14 +120,55 @@ class Leading(Part):
     def __init__(self, every: Sequence[Group], **options: Any) -> None:
         super().__init__(every, **options)
         self._opened: Step | None = None
+        whole = Memory(every, device="meta")
+        self._shaped = whole.shaped()
         self._over = False
         self.heard: RemovableHandle | None = None  # the encoder's word that it is about to read
 
     def apply(self, moves: Moves) -> None:
         said = moves_out(moves)
-        if said is not None:
-            self._tell("moves", said)
-            super().apply(moves)
+        if said is None:
+            return
+        strange = {key: blocks for key, blocks in moves.wake if not isinstance(self.parked.get(key, []), list)}
+        if strange:  # rows from elsewhere: this rank alone has them, and tells each of the others its part
+            nothing: tuple[tuple[()], ...] = ((),) * len(self.groups)
+            self.apply(Moves(nothing, nothing, park=moves.park))
+            for key, blocks in strange.items():
+                self._settle(key, blocks)
+            moves = moves._replace(park=(), wake=tuple(each for each in moves.wake if each[0] not in strange))
+            self.apply(moves)
+            return
+        self._tell("moves", said)
+        super().apply(moves)
+
+    def _settle(self, key: int, blocks: Blocks) -> None:
+        row = self.parked.pop(key)
+        assert not isinstance(row, list), "a row that was parked here is known to all ranks"
+        row.put(self, blocks)
+
+    def copy_out(self, blocks: Blocks, slots: Slots) -> dict[str, Tensor]:
+        self._tell("lines", *lines_out(blocks, slots))
+        return self._gathered(super().copy_out(blocks, slots))
+
+    def copy_in(self, blocks: Blocks, slots: Slots, arrays: Mapping[str, Tensor]) -> None:
+        self._tell("lay", *lines_out(blocks, slots))
+        super().copy_in(blocks, slots, self._scattered(arrays))
+
+    def shaped(self) -> dict[str, Tensor]:
+        return self._shaped
+
+    def folding(self) -> dict[int, Rotary]:
+        self._tell("folding")
+        found = super().folding()
+        for rank in range(1, self.links.mesh.size):
+            got = receive(lambda x, rank=rank: self.links.receive(x, rank))  # type: ignore[misc]
+            found |= rotaries_in(got.said, got.tensors)
+        return dict(sorted(found.items()))
+
+    def fold_with(self, rotaries: Mapping[int, Rotary]) -> None:
+        if rotaries:
+            self._tell("rotaries", *rotaries_out(rotaries))
+            super().fold_with(rotaries)
 
     def open(self, step: Step) -> Sequence[View]:
         self._opened = step
@@ -219,15 +282,30 @@ def follow(model: Transformer, memory: Part) -> None:
             model(step_in(said, tensors), memory)
         elif kind == "encode":
             model.encode(step_in(said, tensors))
-        elif kind == "state":
-            _answer(memory.state(said), links)
-        elif kind == "parked":
-            _answer(memory.parked_state(said), links)
-        elif kind == "put":
-            memory.put(said, _given(links))
         else:
-            assert kind == "keep", kind
-            memory.keep_parked(said, _given(links))
+            _row(memory, kind, said, tensors)
+
+
+def _row(memory: Part, kind: str, said: Any, tensors: tuple[Tensor, ...]) -> None:
+    """This rank's part of what is asked of a row, or given to one."""
+    links = memory.links
+    if kind == "state":
+        _answer(memory.state(said), links)
+    elif kind == "parked":
+        _answer(memory.parked_state(said), links)
+    elif kind == "lines":
+        _answer(memory.copy_out(*lines_in(said, tensors)), links)
+    elif kind == "folding":
+        send(Message("part", *rotaries_out(memory.folding())), lambda x: links.send(x, 0))
+    elif kind == "put":
+        memory.put(said, _given(links))
+    elif kind == "lay":
+        memory.copy_in(*lines_in(said, tensors), _given(links))
+    elif kind == "rotaries":
+        memory.fold_with(rotaries_in(said, tensors))
+    else:
+        assert kind == "keep", kind
+        memory.keep_parked(said, _given(links))
 
 
 def _answer(state: Mapping[str, Tensor], links: Links) -> None:
