@@ -22,6 +22,7 @@ from kvad.model.transformer import Transformer
 from kvad.parallel.links import Links
 from kvad.step import Step
 from tests.drive import Stream
+from tests.mesh_beside import beside
 from tests.mesh_restore import restore
 from tests.mesh_sessions import travel
 from tests.models import bidirectional, model_config
@@ -136,6 +137,7 @@ def roomy(**given: Any) -> CacheConfig:
 # Those that others come close to run with the long tests.
 LONG = {
     "alibi mha 1x2",
+    "beside 1x2",
     "contiguous 2x1",
     "encoder 1x2",
     "hierarchy 1x2",
@@ -219,6 +221,8 @@ def of_two() -> list[Case]:
         case("encoder", "1x2", encoder(), roomy(), run=answers),
         case("source alone", "2x1", pair(), tight(source_capacity=64), run=answers),
         case("read", "2x1", shaped(), tight(rotate="read")),
+        case("beside", "2x1", mixed(), tight(), run=beside),
+        case("beside", "1x2", shaped(kv_heads=1), tight(keys="int8", values="int4"), run=beside),
     ]
     return every
 

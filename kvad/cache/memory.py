@@ -30,7 +30,7 @@ from kvad.cache.levels import Compressor, fold_layer, fold_positions, means, pac
 from kvad.cache.lines import Blocks, Slots, copy_in, copy_out
 from kvad.cache.policy import MANY
 from kvad.cache.quest import Bounds, ChosenReading
-from kvad.cache.sizing import Group
+from kvad.cache.sizing import Group, group_bytes
 from kvad.cache.spill import Spill, Tile
 from kvad.cache.store import Store
 from kvad.cache.swap import Copier
@@ -202,6 +202,20 @@ class Memory:
                 for kind, store in every.items():
                     for part, array in enumerate(store.arrays):
                         yield Held(f"{number}.{layer}.{kind}.{part}", array, where)
+
+    def block_bytes(self) -> list[int]:
+        """Of each group, what a block of it takes: on all ranks."""
+        return [group_bytes(group).total // group.blocks for group in self.groups]
+
+    def row(self, blocks: Blocks) -> dict[str, Tensor]:
+        """Every raw array of these blocks on the host, by name (:meth:`held`): of all ranks."""
+        return {each.name: each.array[each.blocks].cpu() for each in self.held(blocks)}
+
+    def put_row(self, blocks: Blocks, state: Mapping[str, Tensor]) -> None:
+        """The inverse, into as many blocks; what a group without blocks would have is not asked for."""
+        for each in self.held(blocks):
+            if len(each.blocks):
+                each.array[each.blocks] = state[each.name].to(each.array.device)
 
     def copy_out(self, blocks: Blocks, slots: Slots) -> dict[str, Tensor]:
         """A row's numbers on the host, by slot (``lines.py``): of all ranks, as one process would have them."""

@@ -153,7 +153,8 @@ class Engine:
         self.limits = Limits.of(model.config.limit, cache)
         chunk = min(cache.chunk, cache.capacity)  # what a window's pool is sized for
         folder = None if park_dir is None else Path(park_dir)
-        self.swaps = Swaps(self.ledger, costs, parking_of(self.memory, self.ledger, cache.park_ram, folder, disk))
+        parking = parking_of(self.memory, self.ledger, cache.park_ram, folder, disk)
+        self.swaps = Swaps(self.ledger, costs, parking, self.memory.block_bytes())
         self.memory.copier.told = self.swaps.told
         self.scheduler = Scheduler(
             self.ledger, rows=cache.rows, budget=budget, chunk=chunk, limit=self.limits, swaps=self.swaps

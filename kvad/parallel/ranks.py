@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from kvad.cache.carry import carry_in, carry_out
 from kvad.cache.lines import Slots
 from kvad.cache.memory import Memory
 from kvad.cache.mesh import check_cache, copies, kv_share
 from kvad.cache.planning import check_policy
 from kvad.cache.settle import settle
-from kvad.cache.sharding import AcrossRanks, cut_groups, local_layers, merge, split
+from kvad.cache.sharding import AcrossRanks, block_bytes, cut_groups, local_layers, merge, split
 from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.config import mixers
 from kvad.errors import ConfigError
@@ -74,7 +75,12 @@ class Part(Memory):
             )
         if not isinstance(options.get("kernel", "auto"), str):
             raise ConfigError(f"deterministic: not promised on a mesh of {links.mesh}", "sums are cut by ranks there")
-        check_cache(every, links.mesh)
+        try:
+            check_cache(every, links.mesh)
+        except ConfigError:
+            if options.get("spill") is not None:
+                options["spill"].close()
+            raise
         self.layers, self.links = layers, links
         numbers = local_layers(every, layers, links.mesh)
         mine = {numbers[layer]: each for layer, each in (compressors or {}).items() if layer in numbers}
@@ -82,15 +88,6 @@ class Part(Memory):
         super().__init__(_ranked(every, layers, links), compressors=parts, **options)
         self.whole, self.ranks = tuple(every), links.mesh.size
         self.numbers = numbers
-
-    def state(self, blocks: Blocks) -> dict[str, Tensor]:
-        """This rank's part of a row's state, on the host."""
-        return {each.name: each.array[each.blocks].cpu() for each in self.held(blocks)}
-
-    def put(self, blocks: Blocks, state: Mapping[str, Tensor]) -> None:
-        """The inverse of :meth:`state`, into as many blocks."""
-        for each in self.held(blocks):
-            each.array[each.blocks] = state[each.name].to(each.array.device)
 
     def folding(self) -> dict[int, Rotary]:
         mine = super().folding()
@@ -122,10 +119,15 @@ class Leading(Part):
         self._opened: Step | None = None
         whole = Memory(every, device="meta")
         self._shaped = whole.shaped()
+        self._block_bytes = block_bytes(every, self.layers, self.links.mesh)
         self._over = False
         self.heard: RemovableHandle | None = None  # the encoder's word that it is about to read
 
     def apply(self, moves: Moves) -> None:
+        if self.tiers is not None and (moves.store or moves.load):  # they ask every rank, before its blocks change
+            carry_out(self, self.tiers, moves.store)
+            carry_in(self, self.tiers, moves.load)
+            moves = moves._replace(store=(), load=())
         said = moves_out(moves)
         if said is None:
             return
@@ -156,6 +158,9 @@ class Leading(Part):
 
     def shaped(self) -> dict[str, Tensor]:
         return self._shaped
+
+    def block_bytes(self) -> list[int]:
+        return self._block_bytes
 
     def folding(self) -> dict[int, Rotary]:
         self._tell("folding")
@@ -193,12 +198,12 @@ class Leading(Part):
     def row(self, blocks: Blocks) -> dict[str, Tensor]:
         """The whole state of a row, from all ranks, as one process would have it (``Memory.held``)."""
         self._tell("state", [list(each) for each in blocks])
-        return self._gathered(self.state(blocks))
+        return self._gathered(super().row(blocks))
 
     def put_row(self, blocks: Blocks, state: Mapping[str, Tensor]) -> None:
         """The inverse of :meth:`row`: to every rank its part."""
         self._tell("put", [list(each) for each in blocks])
-        self.put(blocks, self._scattered(state))
+        super().put_row(blocks, self._scattered(state))
 
     def parked_row(self, key: int) -> dict[str, Tensor]:
         """The whole state of a parked row."""
@@ -290,7 +295,7 @@ def _row(memory: Part, kind: str, said: Any, tensors: tuple[Tensor, ...]) -> Non
     """This rank's part of what is asked of a row, or given to one."""
     links = memory.links
     if kind == "state":
-        _answer(memory.state(said), links)
+        _answer(memory.row(said), links)
     elif kind == "parked":
         _answer(memory.parked_state(said), links)
     elif kind == "lines":
@@ -298,7 +303,7 @@ def _row(memory: Part, kind: str, said: Any, tensors: tuple[Tensor, ...]) -> Non
     elif kind == "folding":
         send(Message("part", *rotaries_out(memory.folding())), lambda x: links.send(x, 0))
     elif kind == "put":
-        memory.put(said, _given(links))
+        memory.put_row(said, _given(links))
     elif kind == "lay":
         memory.copy_in(*lines_in(said, tensors), _given(links))
     elif kind == "rotaries":

@@ -14,7 +14,7 @@ from kvad.cache.mesh import Mesh, check_mesh, kv_share, layer_share, query_share
 from kvad.cache.planning import plan_memory
 from kvad.cache.portions import plan_ranks, weight_cuts
 from kvad.cache.settle import settle
-from kvad.cache.sharding import cut_groups, local_layers, merge, split
+from kvad.cache.sharding import block_bytes, cut_groups, local_layers, merge, split
 from kvad.cache.sizing import CacheConfig, groups
 from kvad.cache.weights import weight_shapes
 from kvad.config import ModelConfig, mixers
@@ -157,6 +157,24 @@ def a_row(config: ModelConfig, cache: CacheConfig) -> dict[str, Tensor]:
         state[each.name] = torch.arange(at, at + shape.numel(), dtype=torch.float64).view(shape)
         at += shape.numel()
     return state
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", CACHES)
+def test_the_bytes_of_a_block_are_those_of_all_ranks(name: str, mesh: Mesh) -> None:
+    config = shaped(kv_heads=2)
+    assert config.decoder is not None
+    layers = config.decoder.layers
+    if mesh.pipeline > layers:
+        return
+    made = groups(mixers(config), roomy(**vars_of(CACHES[name])))
+    found = [0] * len(made)
+    for each in mesh.every():
+        memory = Memory(cut_groups(made, layers, each))
+        for held in memory.held([(2,)] * len(made)):
+            found[int(held.name.partition(".")[0])] += held.array[held.blocks].nbytes
+    assert block_bytes(made, layers, mesh) == found
+    assert mesh.size > 1 or found == Memory(made).block_bytes()
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
