@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mesh_cases import cases
 from tests.mesh_beside import beside
+from tests.mesh_cases import cases
 from tests.mesh_restore import MESHES, restore
 from tests.mesh_sessions import HOPS, travel
 from tests.ranks import Case, Result, deserted, spawn
