@@ -22,7 +22,9 @@ from kvad.model.transformer import Transformer
 from kvad.parallel.links import Links
 from kvad.step import Step
 from tests.drive import Stream
+from tests.mesh_beside import beside
 from tests.mesh_restore import restore
+from tests.mesh_sessions import travel
 from tests.models import bidirectional, model_config
 from tests.ranks import Case, answers, deserted, run_rank
 
@@ -135,6 +137,7 @@ def roomy(**given: Any) -> CacheConfig:
 # Those that others come close to run with the long tests.
 LONG = {
     "alibi mha 1x2",
+    "beside 1x2",
     "contiguous 2x1",
     "encoder 1x2",
     "hierarchy 1x2",
@@ -148,6 +151,9 @@ LONG = {
     "quest 2x1",
     "read 2x1",
     "rope 1x4",
+    "session by rank 4x1",
+    "session of a pair 4x1",
+    "session of bounds 4x1",
     "sinks 2x1",
     "tova 1x2",
     "tova int8 2x2",
@@ -215,6 +221,8 @@ def of_two() -> list[Case]:
         case("encoder", "1x2", encoder(), roomy(), run=answers),
         case("source alone", "2x1", pair(), tight(source_capacity=64), run=answers),
         case("read", "2x1", shaped(), tight(rotate="read")),
+        case("beside", "2x1", mixed(), tight(), run=beside),
+        case("beside", "1x2", shaped(kv_heads=1), tight(keys="int8", values="int4"), run=beside),
     ]
     return every
 
@@ -241,6 +249,7 @@ def of_four() -> list[Case]:
         case("hierarchy", "4x1", shaped(), roomy(policy="hierarchy(8, packed=8, every=4, summaries=8, ratio=2)")),
         case("norms of all heads", "4x1", shaped("rope", 2, qk_norm="full"), tight()),
         *restored(),
+        *travelling(),
     ]
 
 
@@ -251,6 +260,17 @@ def restored() -> list[Case]:
         case("kept by rank", "2x1", shaped(), alone("0: full; heavy-hitters(8, every=4)"), run=restore),
         case("kept in levels", "2x1", shaped(kv_heads=2), alone(levels), run=restore),
         case("kept on replicas", "4x1", shaped(kv_heads=2), alone(levels, dtype="int8"), run=restore),
+    ]
+
+
+def travelling() -> list[Case]:
+    """Sessions from mesh to mesh: every kind of thing that a file may have."""
+    return [
+        case("session", "4x1", mixed(), roomy(), run=travel),
+        case("session by rank", "4x1", shaped(), roomy(policy="0: full; heavy-hitters(8, every=4)"), run=travel),
+        case("session in levels", "4x1", shaped(layers=4), roomy(policy=SUMMED, dtype="int8"), run=travel),
+        case("session of bounds", "4x1", shaped(kv_heads=4), roomy(policy="quest(12)", rotate="write"), run=travel),
+        case("session of a pair", "4x1", pair(), roomy(source_capacity=24), run=travel),
     ]
 
 

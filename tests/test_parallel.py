@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.mesh_beside import beside
 from tests.mesh_cases import cases
 from tests.mesh_restore import MESHES, restore
+from tests.mesh_sessions import HOPS, travel
 from tests.ranks import Case, Result, deserted, spawn
 
 EXACT, WRONG = 1e-10, 1e-3
+BESIDE = "swaps", "from_ram", "from_disk", "on_mesh"  # what has to have happened
 
 
 def objection(case: Case, result: Result) -> str | None:
@@ -25,6 +28,10 @@ def objection(case: Case, result: Result) -> str | None:
         return of_deserted(result)
     if case.run is restore:
         return of_restored(result)
+    if case.run is beside:
+        return of_beside(result)
+    if case.run is travel:
+        return of_travelled(result)
     if case.wrong is not None:
         return None if result["far"] > WRONG else f"the mistake is not noticed: {result}"
     fine = result["far"] <= EXACT and result.get("argmax", True) and result.get("same_run", True)
@@ -37,6 +44,20 @@ def of_restored(result: Result) -> str | None:
     row that lost its keys says something else, so the check can see."""
     fine = result["whole"] and result["parked"] and set(result["far"]) == set(MESHES)
     return None if fine and max(result["far"].values()) <= EXACT and result["unkept"] > WRONG else f"{result}"
+
+
+def of_travelled(result: Result) -> str | None:
+    """Whatever the mesh, all of the session was used, and it says what it would have said without stopping."""
+    fine = result["tokens"] and result["cached"] and result["unknown"] and len(result["far"]) == len(HOPS)
+    return None if fine and max(result["far"].values()) <= EXACT and result["lost"] > WRONG else f"{result}"
+
+
+def of_beside(result: Result) -> str | None:
+    """Rows that were parked, and blocks that tiers kept, are as they were; what one rank could not do is refused."""
+    fine = result["parked"] and result["kept"] and result["stored"] and result["said"] > 30
+    fine = fine and min(result[name] for name in BESIDE) > 0 and not result["torn"]
+    refused = "park_dir: 2 ranks" in result["park_dir"] and "on_full=spill: not on a mesh" in result["spill"]
+    return None if fine and refused and "weights" in result["unknown"] else f"{result}"
 
 
 def of_deserted(result: Result) -> str | None:
@@ -86,4 +107,18 @@ def test_an_objection_is_raised() -> None:
     assert objection(kept, whole) is None
     for change in ({"whole": False}, {"parked": False}, {"far": {"1x1": 0.0}}, {"unkept": 0.0}):
         assert objection(kept, whole | change) is not None, change
+    trip = Case("a", "4x1", None, None, run=travel)  # type: ignore[arg-type]
+    far = {f"{hop}": 1e-14 for hop in range(len(HOPS))}
+    went = {"tokens": True, "cached": True, "unknown": True, "far": far, "lost": 4.0}
+    assert objection(trip, went) is None
+    for change in (*({name: False} for name in ("tokens", "cached", "unknown")), {"far": {}}, {"lost": 0.0}):
+        assert objection(trip, went | change) is not None, change
+    near = Case("a", "2x1", None, None, run=beside)  # type: ignore[arg-type]
+    well = dict.fromkeys(("parked", "kept", "stored"), True) | dict.fromkeys(BESIDE, 3)
+    told = {"park_dir": "park_dir: 2 ranks", "spill": "on_full=spill: not on a mesh", "unknown": "weights: ..."}
+    well |= {"said": 40, "torn": False, **told}
+    assert objection(near, well) is None
+    for name, value in well.items():
+        worse = "" if isinstance(value, str) else not value if isinstance(value, bool) else 0
+        assert objection(near, well | {name: worse}) is not None, name
     assert objection(gone, {"message": "", "finish": None, "error_of_row": None}) is not None

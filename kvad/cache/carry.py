@@ -7,7 +7,7 @@ copy, and what comes in is copied: no tensor of the pool is ever shared with a t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -36,7 +36,11 @@ class Holder(Protocol):
 
     groups: tuple[Group, ...]
 
-    def held(self, blocks: Sequence[Sequence[int]]) -> Iterator[tuple[str, Tensor, Tensor]]: ...
+    def shaped(self) -> dict[str, Tensor]: ...
+
+    def row(self, blocks: Sequence[Sequence[int]]) -> dict[str, Tensor]: ...
+
+    def put_row(self, blocks: Sequence[Sequence[int]], state: Mapping[str, Tensor]) -> None: ...
 
 
 def piece_sizes(groups: Sequence[Group]) -> tuple[int, ...]:
@@ -49,9 +53,13 @@ def carry_out(memory: Holder, host: Host, stores: Carried) -> None:
     if not stores:
         return
     pieces: dict[int, dict[int, Buffer]] = {number: {} for number, _ in stores}
-    for index, (numbers, arrays) in _by_group(memory, stores).items():
-        parts = [array[blocks].cpu().contiguous().view(torch.uint8).flatten(1) for array, blocks in arrays]
-        for number, raw in zip(numbers, torch.cat(parts, 1), strict=True):
+    blocks, numbers = _by_group(memory, stores)
+    arrays = memory.row(blocks)
+    for index, own in enumerate(numbers):
+        if not own:
+            continue
+        parts = [arrays[name].contiguous().view(torch.uint8).flatten(1) for name in _names(memory, index)]
+        for number, raw in zip(own, torch.cat(parts, 1), strict=True):
             pieces[number][index] = memoryview(raw.clone().numpy())  # its own memory: it outlives its neighbours
     for number, given in pieces.items():
         host.give(number, given)
@@ -62,19 +70,28 @@ def carry_in(memory: Holder, host: Host, loads: Carried) -> None:
     if not loads:
         return
     lent = {number: host.take(number) for number, _ in loads}
-    for index, (numbers, arrays) in _by_group(memory, loads).items():
-        raw = torch.stack([torch.frombuffer(bytearray(lent[number][index]), dtype=torch.uint8) for number in numbers])
-        at = 0
-        for array, blocks in arrays:
-            size = array[0].nbytes
-            part = raw[:, at : at + size].contiguous().view(array.dtype)
-            array[blocks] = part.view(len(numbers), *array.shape[1:]).to(array.device)
+    blocks, numbers = _by_group(memory, loads)
+    state = {}
+    for index, own in enumerate(numbers):
+        if not own:
+            continue
+        raw, at = torch.stack([torch.frombuffer(bytearray(lent[each][index]), dtype=torch.uint8) for each in own]), 0
+        for name, array in _names(memory, index).items():
+            shape = array.shape[1:]
+            size = shape.numel() * array.element_size()
+            state[name] = raw[:, at : at + size].contiguous().view(array.dtype).view(len(own), *shape)
             at += size
         assert at == raw.shape[1], f"a piece of {raw.shape[1]} bytes for a block of {at}"
+    memory.put_row(blocks, state)
 
 
-def _by_group(memory: Holder, carried: Carried) -> dict[int, tuple[list[int], list[tuple[Tensor, Tensor]]]]:
-    """Per group: whose blocks, and the arrays with them."""
+def _names(memory: Holder, index: int) -> dict[str, Tensor]:
+    """The arrays of a group, in their order."""
+    return {name: array for name, array in memory.shaped().items() if name.startswith(f"{index}.")}
+
+
+def _by_group(memory: Holder, carried: Carried) -> tuple[list[list[int]], list[list[int]]]:
+    """Per group: the blocks, and whose they are."""
     num_groups = len(memory.groups)
     blocks: list[list[int]] = [[] for _ in range(num_groups)]
     numbers: list[list[int]] = [[] for _ in range(num_groups)]
@@ -82,9 +99,4 @@ def _by_group(memory: Holder, carried: Carried) -> dict[int, tuple[list[int], li
         for index, block in enumerate(own):
             blocks[index].extend(block)
             numbers[index].extend([number] * len(block))
-    found: dict[int, tuple[list[int], list[tuple[Tensor, Tensor]]]] = {}
-    for name, array, ids in memory.held(blocks):
-        index = int(name.partition(".")[0])
-        if numbers[index]:
-            found.setdefault(index, (numbers[index], []))[1].append((array, ids))
-    return found
+    return blocks, numbers

@@ -27,9 +27,10 @@ from kvad.cache.carry import Host, carry_in, carry_out
 from kvad.cache.cuts import HeadColumns, Witness, count_queries, cut_layer
 from kvad.cache.layout import Table, read, read_column, split
 from kvad.cache.levels import Compressor, fold_layer, fold_positions, means, pack_layer
+from kvad.cache.lines import Blocks, Slots, copy_in, copy_out
 from kvad.cache.policy import MANY
 from kvad.cache.quest import Bounds, ChosenReading
-from kvad.cache.sizing import Group
+from kvad.cache.sizing import Group, group_bytes
 from kvad.cache.spill import Spill, Tile
 from kvad.cache.store import Store
 from kvad.cache.swap import Copier
@@ -82,7 +83,8 @@ class Memory:
         probe: Probe | None = None,
         spill: Spill | None = None,
     ) -> None:
-        self.groups = tuple(groups)
+        self.groups = self.whole = tuple(groups)  # whole: of all ranks, where this is one of several
+        self.ranks = 1
         self.kernel, self.probe = kernel, probe
         self.witness: Witness | None = None  # told of every cut; what it asks of the tensors, the step waits for
         self.rotates_on_read, self.exact = rotate == "read", exact
@@ -146,7 +148,7 @@ class Memory:
 
     def release(self) -> None:
         """Give every store back.  The memory cannot be opened afterwards."""
-        self.keys, self.values, self.positions, self.groups = [], [], [], ()
+        self.keys, self.values, self.positions, self.groups, self.whole = [], [], [], (), ()
         self.columns, self.bounds, self.parked, self.stores, self.weights = {}, {}, {}, [], []
         if self.spill is not None:
             self.spill.close()
@@ -208,6 +210,45 @@ class Memory:
                 for kind, store in every.items():
                     for part, array in enumerate(store.arrays):
                         yield Held(f"{number}.{layer}.{kind}.{part}", array, where)
+
+    def block_bytes(self) -> list[int]:
+        """Of each group, what a block of it takes: on all ranks."""
+        return [group_bytes(group).total // group.blocks for group in self.groups]
+
+    def row(self, blocks: Blocks) -> dict[str, Tensor]:
+        """Every raw array of these blocks on the host, by name (:meth:`held`): of all ranks."""
+        return {each.name: each.array[each.blocks].cpu() for each in self.held(blocks)}
+
+    def put_row(self, blocks: Blocks, state: Mapping[str, Tensor]) -> None:
+        """The inverse, into as many blocks; what a group without blocks would have is not asked for."""
+        for each in self.held(blocks):
+            if len(each.blocks):
+                each.array[each.blocks] = state[each.name].to(each.array.device)
+
+    def copy_out(self, blocks: Blocks, slots: Slots) -> dict[str, Tensor]:
+        """A row's numbers on the host, by slot (``lines.py``): of all ranks, as one process would have them."""
+        return copy_out(self, blocks, slots)
+
+    def copy_in(self, blocks: Blocks, slots: Slots, arrays: Mapping[str, Tensor]) -> None:
+        """The inverse, into blocks that changed hands."""
+        copy_in(self, blocks, slots, arrays)
+
+    def shaped(self) -> dict[str, Tensor]:
+        """The whole cache's arrays by name, [blocks, ...]: shapes and dtypes alone are meant."""
+        return {each.name: each.array for each in self.held([() for _ in self.groups])}
+
+    def folding(self) -> dict[int, Rotary]:
+        """Of layers whose old tokens become summaries, how keys are turned back for it; as the whole cache numbers
+        them."""
+        folds = [group for group in self.groups if group.level is not None and group.level.ratio > 1]
+        layers = {layer for group in folds for layer in group.layers}
+        return {layer: rotary for layer, rotary in self.rotaries.items() if layer in layers}
+
+    def fold_with(self, rotaries: Mapping[int, Rotary]) -> None:
+        """The inverse, where it is needed before the first step of a row."""
+        for layer, rotary in rotaries.items():
+            inv_freq = rotary.inv_freq.to(self.positions[0].device)
+            self.rotaries.setdefault(layer, rotary._replace(inv_freq=inv_freq))
 
     def lost(self, rows: Sequence[int]) -> dict[int, str]:
         """Of the step that was opened last, with so many ``rows`` in each lane: which of them, counted through, read

@@ -149,7 +149,12 @@ def _every_mixer(config: ModelConfig) -> list[Attention]:
 
 def check_cache(groups: Sequence[Group], mesh: Mesh) -> None:
     """ConfigError where a policy cannot be kept on such a mesh: it needs a sum over ranks that each have a part of the
-    queries of one kv head."""
+    queries of one kv head; or tokens are spilled, whose loss on one rank no other hears of."""
+    if mesh.size > 1 and any(group.level is not None and group.level.spilled for group in groups):
+        raise ConfigError(
+            f"on_full=spill: not on a mesh of {mesh}: a rank that cannot read what it spilled tells no other",
+            "on_full=preempt, or stop, truncate, summarise",
+        )
     for group in groups:
         if copies(group.mixer.kv_heads, mesh) == 1:
             continue

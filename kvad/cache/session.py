@@ -120,7 +120,7 @@ def _read(entry: Entry, memory: Memory, regime: str, salt: str, home: object) ->
 
 def _check(path: Path, state: State, memory: Memory) -> None:
     """Before a section is read: could this memory hold it?"""
-    fitted = fit(state, memory.groups, state.length)
+    fitted = fit(state, memory.whole, state.length)
     if isinstance(fitted, str):
         raise _other(path, fitted)
     for number, part in enumerate(state.parts):

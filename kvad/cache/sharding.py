@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from kvad.cache.mesh import Mesh, copies, kv_share, layer_share
 from kvad.cache.policy import Scored, Seen
-from kvad.cache.sizing import Group
+from kvad.cache.sizing import Group, group_bytes
 from kvad.errors import CacheError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AcrossRanks", "cut_groups", "local_layers", "merge", "split"]
+__all__ = ["AcrossRanks", "block_bytes", "cut_groups", "local_layers", "merge", "split"]
 
 State = Mapping[str, "Tensor"]
 
@@ -50,6 +50,13 @@ def cut_groups(groups: Sequence[Group], layers: int, mesh: Mesh) -> tuple[Group,
         )
         for group in groups
     )
+
+
+def block_bytes(groups: Sequence[Group], layers: int, mesh: Mesh) -> list[int]:
+    """Of each group a block's bytes on all ranks together: positions, and heads that lie on several, as often as they
+    are there."""
+    every = [cut_groups(groups, layers, each) for each in mesh.every()]
+    return [sum(group_bytes(part).total // part.blocks for part in parts) for parts in zip(*every, strict=True)]
 
 
 # ---------------------------------------------------------------- a row's state

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvad.cache.layout import split
 from kvad.cache.memory import Memory
 from kvad.cache.sizing import Group
 from kvad.cache.standing import Laid as Lay
@@ -96,24 +95,17 @@ def about(groups: Sequence[Group], number: int) -> dict[str, Any]:
 @torch.inference_mode()
 def take(memory: Memory, standing: Standing, tokens: Sequence[int], *, regime: str, salt: str, home: object) -> State:
     """Copy a row out.  Its blocks may be handed on afterwards."""
+    groups = memory.whole
     blocks = [*(where for _, _, where in standing.holds), *(where for _, where in standing.below), *standing.crossed]
+    slots = [_slots_held(groups, number, standing) for number in range(len(blocks))]
     arrays: list[dict[str, Tensor]] = [{} for _ in blocks]
-    slots = [_slots_held(memory.groups, number, standing) for number in range(len(blocks))]
-    for name, array, where in memory.held(blocks):
+    for name, array in memory.copy_out(blocks, slots).items():
         number, _, kind = name.partition(".")
-        at = slots[int(number)]
-        if ".bounds." in kind:
-            continue
-        if at is None:
-            arrays[int(number)][kind] = array[where].cpu()
-        else:
-            arrays[int(number)][kind] = _out(
-                array, *split(at.to(array.device), array.shape[-1 if array.dim() == 2 else 2])
-            )
+        arrays[int(number)][kind] = array
     marks = [each for each, _, _ in standing.holds] + [Marks()] * (len(blocks) - len(standing.holds))
     used = [0] * len(standing.holds) + [each for each, _ in standing.below] + [0] * len(standing.crossed)
-    parts = tuple(Part(about(memory.groups, i), marks[i], used[i], arrays[i]) for i in range(len(blocks)))
-    return State(tuple(tokens), standing.source, regime, salt, parts, _folding(memory), home)
+    parts = tuple(Part(about(groups, i), marks[i], used[i], arrays[i]) for i in range(len(blocks)))
+    return State(tuple(tokens), standing.source, regime, salt, parts, memory.folding(), home)
 
 
 def _slots_held(groups: Sequence[Group], number: int, standing: Standing) -> Tensor | None:
@@ -132,21 +124,6 @@ def _slots_held(groups: Sequence[Group], number: int, standing: Standing) -> Ten
 def _source_slots(group: Group, blocks: Sequence[int], length: int) -> list[int]:
     size = group.block_size
     return [blocks[at // size] * size + at % size for at in range(length)]
-
-
-def _out(array: Tensor, blocks: Tensor, offsets: Tensor) -> Tensor:
-    """Slots of [blocks, K, size(, width)], or of positions [blocks, size], as [m, ...] on the host."""
-    if array.dim() == 2:
-        return array[blocks, offsets].cpu()
-    return array[blocks, :, offsets].cpu()
-
-
-def _folding(memory: Memory) -> dict[int, Rotary]:
-    """Of layers whose old tokens become summaries: their keys are turned back for it, perhaps before the first step."""
-    layers = {
-        layer for group in memory.groups if group.level is not None and group.level.ratio > 1 for layer in group.layers
-    }
-    return {layer: rotary for layer, rotary in memory.rotaries.items() if layer in layers}
 
 
 # ---------------------------------------------------------------- into a memory
@@ -208,22 +185,14 @@ class Laid:
     @torch.inference_mode()
     def put(self, memory: Memory, blocks: Sequence[Sequence[int]]) -> None:
         """Into ``blocks`` per group; those of sources are left out where theirs is known already."""
-        for layer, rotary in self.state.rotaries.items():
-            device = memory.positions[0].device
-            memory.rotaries.setdefault(layer, rotary._replace(inv_freq=rotary.inv_freq.to(device)))
-        slots, picks = [], []
+        memory.fold_with(self.state.rotaries)
+        slots, arrays = [], {}
         for number, where in enumerate(blocks):
-            at, pick = self._places(memory.groups, number, where)
+            at, picks = self._places(memory.whole, number, where)
             slots.append(at)
-            picks.append(pick)
-            if at is not None and len(where):
-                memory.clear(number, where)
-        for each in memory.held(blocks):
-            group, _, kind = each.name.partition(".")
-            which = int(group)
-            self._put(each.array, each.blocks, kind, slots[which], picks[which], self.state.parts[which])
-        for number in range(len(self.fitted.lays)):
-            self._bound(memory, number, slots[number])
+            for kind, kept in self.state.parts[number].arrays.items():
+                arrays[f"{number}.{kind}"] = kept if at is None else _picked(kept, picks)
+        memory.copy_in(blocks, slots, arrays)
 
     def _places(self, groups: Sequence[Group], number: int, blocks: Sequence[int]) -> tuple[Tensor | None, list[slice]]:
         """The slots of a group that are written, and which of the state's they get; None: whole blocks."""
@@ -237,33 +206,6 @@ class Laid:
         at = slots_of(group, blocks, laid.gap, laid.marks, self.fitted.length)
         return torch.tensor(at, dtype=torch.int64), _picks(part.marks, laid.marks, self.fitted.length)
 
-    def _put(
-        self, array: Tensor, blocks: Tensor, kind: str, slots: Tensor | None, picks: Sequence[slice], part: Part
-    ) -> None:
-        if kind.split(".")[1:2] == ["bounds"]:
-            return
-        kept = part.arrays[kind]
-        if slots is None:
-            array[blocks] = kept.to(array.device)
-            return
-        where, offsets = split(slots.to(array.device), array.shape[-1 if array.dim() == 2 else 2])
-        start = 0
-        for pick in picks:
-            some, stop = kept[pick].to(array.device), start + pick.stop - pick.start
-            if array.dim() == 2:
-                array[where[start:stop], offsets[start:stop]] = some
-            else:
-                array[where[start:stop], :, offsets[start:stop]] = some
-            start = stop
-
-    def _bound(self, memory: Memory, number: int, slots: Tensor | None) -> None:
-        group = memory.groups[number]
-        if group.chooses is None or slots is None:
-            return
-        for layer in group.layers:
-            bounds = memory.bounds[layer]
-            bounds.wrote(*split(slots.to(bounds.least.device), group.block_size))
-
 
 def _picks(state: Marks, laid: Marks, length: int) -> list[slice]:
     """Where the positions of ``laid`` lie among those of a state."""
@@ -275,20 +217,23 @@ def _picks(state: Marks, laid: Marks, length: int) -> list[slice]:
     return picks
 
 
+def _picked(kept: Tensor, picks: Sequence[slice]) -> Tensor:
+    return kept[picks[0]] if len(picks) == 1 else torch.cat([kept[pick] for pick in picks]) if picks else kept[:0]
+
+
 def shapes(memory: Memory, state: State, number: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every array that a state has of a group."""
-    group, part = memory.groups[number], state.parts[number]
-    blocks: list[list[int]] = [[] for _ in memory.groups]
+    group, part = memory.whole[number], state.parts[number]
     slots = len(state.source or ()) if group.mixer.cross else part.marks.slots(state.length)
     count = len(part.arrays["positions"])
     found = {}
-    for each in memory.held(blocks):
-        which, _, kind = each.name.partition(".")
+    for name, array in memory.shaped().items():
+        which, _, kind = name.partition(".")
         if int(which) != number or kind.split(".")[1:2] == ["bounds"]:
             continue
-        shape = each.array.shape
+        shape = array.shape
         if group.level is not None:
-            found[kind] = (count, *shape[1:]), each.array.dtype
+            found[kind] = (count, *shape[1:]), array.dtype
         else:
-            found[kind] = (slots, *shape[1:2], *shape[3:]) if len(shape) > 2 else (slots,), each.array.dtype
+            found[kind] = (slots, *shape[1:2], *shape[3:]) if len(shape) > 2 else (slots,), array.dtype
     return found

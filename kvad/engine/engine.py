@@ -160,7 +160,8 @@ class Engine:
             self.limits = Limits.of(model.config.limit, cache)
             chunk = min(cache.chunk, cache.capacity)  # what a window's pool is sized for
             folder = None if park_dir is None else Path(park_dir)
-            self.swaps = Swaps(self.ledger, costs, parking_of(self.memory, self.ledger, cache.park_ram, folder, disk))
+            parking = parking_of(self.memory, self.ledger, cache.park_ram, folder, disk)
+            self.swaps = Swaps(self.ledger, costs, parking, self.memory.block_bytes())
             opened.callback(self.swaps.close)
             self.memory.copier.told = self.swaps.told
             self.scheduler = Scheduler(
@@ -400,6 +401,11 @@ class Engine:
     def identity(self, regime: str, *, salt: str = "", template: str = "") -> Identity:
         """What the keys and values of this engine's rows belong to, for whatever is stored beyond its life.
         ``template``: the fingerprint of the chat template, where there is one.  The first call reads every weight."""
+        if self._weights is None and self.memory.ranks > 1:
+            raise ConfigError(
+                f"weights: this is one of {self.memory.ranks} ranks, which sees a part of them alone",
+                "give Engine(weights=...) the fingerprint of the whole model",
+            )
         if self._weights is None:
             self._weights = fingerprint(self.model)
         cache = self.cache

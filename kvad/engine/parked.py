@@ -14,13 +14,19 @@ from kvad.cache.memory import Memory
 from kvad.cache.parkfiles import ParkFiles
 from kvad.cache.parking import Parking
 from kvad.cache.swap import pack, unpack
+from kvad.errors import ConfigError
 
 __all__ = ["parking_of"]
 
 
 def parking_of(memory: Memory, ledger: Ledger, ram: int | None, folder: Path | None, disk: Disk) -> Parking:
     """``ram`` None: all in host memory where rows must be parked, all on disk where there is a ``folder``, else none.
-    ConfigError for a folder that cannot be written to."""
+    ConfigError for a folder that cannot be written to, or that would be rank 0's alone."""
+    if folder is not None and memory.ranks > 1:
+        raise ConfigError(
+            f"park_dir: {memory.ranks} ranks share a model, and their rows are parked in host memory alone",
+            "leave it out; park_ram bounds the bytes of all ranks together",
+        )
     if ram is None and (folder is not None or not ledger.lossy):
         ram = 0
 

@@ -62,7 +62,7 @@ class Keeper:
             return Resumed(missed="tokens: they differ from the first on" if agreed == 0 else "")
         if self._ledger.known(tokens, root) >= wanted:
             return Resumed()
-        fitted = fit(state, self._memory.groups, wanted)
+        fitted = fit(state, self._memory.whole, wanted)
         if isinstance(fitted, str):
             return Resumed(missed=fitted)
         parked = self._ledger.adopt(tokens[:wanted], root, fitted.lays, fitted.below, source=source is not None)

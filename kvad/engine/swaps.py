@@ -46,12 +46,20 @@ class SwapStats:
 
 class Swaps:
     """Decides for the rows of one scheduler.  ``parking`` None: lossy rows are copied without a bound and kept by the
-    device alone, exact ones are always computed again."""
+    device alone, exact ones are always computed again.  ``block_bytes``: a block's of each group, as the memory says."""
 
-    def __init__(self, ledger: Ledger, costs: Costs | None = None, parking: Parking | None = None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        costs: Costs | None = None,
+        parking: Parking | None = None,
+        block_bytes: Sequence[int] | None = None,
+    ) -> None:
         self._ledger, self.costs, self.parking = ledger, Costs() if costs is None else costs, parking
         self._groups = ledger.groups[: len(ledger.own) + len(ledger.below)]
-        self._block_bytes = [group_bytes(group).total // group.blocks for group in self._groups]
+        if block_bytes is None:
+            block_bytes = [group_bytes(group).total // group.blocks for group in self._groups]
+        self._block_bytes = block_bytes[: len(self._groups)]
         self._recomputed = self._tokens = self._ram = self._disk = self._bytes = self._lost = 0
         self._seconds: dict[Way, float] = {}
         if parking is not None:

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from kvad.cache.carry import carry_in, carry_out
+from kvad.cache.lines import Slots
 from kvad.cache.memory import Memory
 from kvad.cache.mesh import check_cache, copies, kv_share
 from kvad.cache.planning import check_policy
 from kvad.cache.settle import settle
-from kvad.cache.sharding import AcrossRanks, cut_groups, local_layers, merge, split
+from kvad.cache.sharding import AcrossRanks, block_bytes, cut_groups, local_layers, merge, split
 from kvad.cache.sizing import CacheConfig, Group, groups
 from kvad.config import mixers
 from kvad.errors import ConfigError
@@ -31,8 +33,20 @@ from kvad.model.compress import LayerCompressor
 from kvad.model.transformer import Transformer
 from kvad.parallel.links import Links
 from kvad.parallel.shard import shard_compressor
-from kvad.parallel.wire import Message, moves_in, moves_out, receive, send, step_in, step_out
-from kvad.step import Moves, Step, View
+from kvad.parallel.wire import (
+    Message,
+    lines_in,
+    lines_out,
+    moves_in,
+    moves_out,
+    receive,
+    rotaries_in,
+    rotaries_out,
+    send,
+    step_in,
+    step_out,
+)
+from kvad.step import Moves, Rotary, Step, View
 
 __all__ = ["Leading", "Part", "follow", "lead", "part"]
 
@@ -61,21 +75,26 @@ class Part(Memory):
             )
         if not isinstance(options.get("kernel", "auto"), str):
             raise ConfigError(f"deterministic: not promised on a mesh of {links.mesh}", "sums are cut by ranks there")
-        check_cache(every, links.mesh)
-        self.whole, self.layers, self.links = tuple(every), layers, links
+        try:
+            check_cache(every, links.mesh)
+        except ConfigError:
+            if options.get("spill") is not None:
+                options["spill"].close()
+            raise
+        self.layers, self.links = layers, links
         numbers = local_layers(every, layers, links.mesh)
         mine = {numbers[layer]: each for layer, each in (compressors or {}).items() if layer in numbers}
         parts = {layer: _compressor_part(each, links) for layer, each in mine.items()}
         super().__init__(_ranked(every, layers, links), compressors=parts, **options)
+        self.whole, self.ranks = tuple(every), links.mesh.size
+        self.numbers = numbers
 
-    def state(self, blocks: Blocks) -> dict[str, Tensor]:
-        """This rank's part of a row's state, on the host."""
-        return {each.name: each.array[each.blocks].cpu() for each in self.held(blocks)}
+    def folding(self) -> dict[int, Rotary]:
+        mine = super().folding()
+        return {layer: mine[number] for layer, number in self.numbers.items() if number in mine}
 
-    def put(self, blocks: Blocks, state: Mapping[str, Tensor]) -> None:
-        """The inverse of :meth:`state`, into as many blocks."""
-        for each in self.held(blocks):
-            each.array[each.blocks] = state[each.name].to(each.array.device)
+    def fold_with(self, rotaries: Mapping[int, Rotary]) -> None:
+        super().fold_with({self.numbers[layer]: each for layer, each in rotaries.items() if layer in self.numbers})
 
     def parked_state(self, key: int) -> dict[str, Tensor]:
         """This rank's part of what is parked under a key."""
@@ -98,14 +117,63 @@ class Leading(Part):
     def __init__(self, every: Sequence[Group], **options: Any) -> None:
         super().__init__(every, **options)
         self._opened: Step | None = None
+        whole = Memory(every, device="meta")
+        self._shaped = whole.shaped()
+        self._block_bytes = block_bytes(every, self.layers, self.links.mesh)
         self._over = False
         self.heard: RemovableHandle | None = None  # the encoder's word that it is about to read
 
     def apply(self, moves: Moves) -> None:
+        if self.tiers is not None and (moves.store or moves.load):  # they ask every rank, before its blocks change
+            carry_out(self, self.tiers, moves.store)
+            carry_in(self, self.tiers, moves.load)
+            moves = moves._replace(store=(), load=())
         said = moves_out(moves)
-        if said is not None:
-            self._tell("moves", said)
-            super().apply(moves)
+        if said is None:
+            return
+        strange = {key: blocks for key, blocks in moves.wake if not isinstance(self.parked.get(key, []), list)}
+        if strange:  # rows from elsewhere: this rank alone has them, and tells each of the others its part
+            nothing: tuple[tuple[()], ...] = ((),) * len(self.groups)
+            self.apply(Moves(nothing, nothing, park=moves.park))
+            for key, blocks in strange.items():
+                self._settle(key, blocks)
+            moves = moves._replace(park=(), wake=tuple(each for each in moves.wake if each[0] not in strange))
+            self.apply(moves)
+            return
+        self._tell("moves", said)
+        super().apply(moves)
+
+    def _settle(self, key: int, blocks: Blocks) -> None:
+        row = self.parked.pop(key)
+        assert not isinstance(row, list), "a row that was parked here is known to all ranks"
+        row.put(self, blocks)
+
+    def copy_out(self, blocks: Blocks, slots: Slots) -> dict[str, Tensor]:
+        self._tell("lines", *lines_out(blocks, slots))
+        return self._gathered(super().copy_out(blocks, slots))
+
+    def copy_in(self, blocks: Blocks, slots: Slots, arrays: Mapping[str, Tensor]) -> None:
+        self._tell("lay", *lines_out(blocks, slots))
+        super().copy_in(blocks, slots, self._scattered(arrays))
+
+    def shaped(self) -> dict[str, Tensor]:
+        return self._shaped
+
+    def block_bytes(self) -> list[int]:
+        return self._block_bytes
+
+    def folding(self) -> dict[int, Rotary]:
+        self._tell("folding")
+        found = super().folding()
+        for rank in range(1, self.links.mesh.size):
+            got = receive(lambda x, rank=rank: self.links.receive(x, rank))  # type: ignore[misc]
+            found |= rotaries_in(got.said, got.tensors)
+        return dict(sorted(found.items()))
+
+    def fold_with(self, rotaries: Mapping[int, Rotary]) -> None:
+        if rotaries:
+            self._tell("rotaries", *rotaries_out(rotaries))
+            super().fold_with(rotaries)
 
     def open(self, step: Step) -> Sequence[View]:
         self._opened = step
@@ -130,12 +198,12 @@ class Leading(Part):
     def row(self, blocks: Blocks) -> dict[str, Tensor]:
         """The whole state of a row, from all ranks, as one process would have it (``Memory.held``)."""
         self._tell("state", [list(each) for each in blocks])
-        return self._gathered(self.state(blocks))
+        return self._gathered(super().row(blocks))
 
     def put_row(self, blocks: Blocks, state: Mapping[str, Tensor]) -> None:
         """The inverse of :meth:`row`: to every rank its part."""
         self._tell("put", [list(each) for each in blocks])
-        self.put(blocks, self._scattered(state))
+        super().put_row(blocks, self._scattered(state))
 
     def parked_row(self, key: int) -> dict[str, Tensor]:
         """The whole state of a parked row."""
@@ -219,15 +287,30 @@ def follow(model: Transformer, memory: Part) -> None:
             model(step_in(said, tensors), memory)
         elif kind == "encode":
             model.encode(step_in(said, tensors))
-        elif kind == "state":
-            _answer(memory.state(said), links)
-        elif kind == "parked":
-            _answer(memory.parked_state(said), links)
-        elif kind == "put":
-            memory.put(said, _given(links))
         else:
-            assert kind == "keep", kind
-            memory.keep_parked(said, _given(links))
+            _row(memory, kind, said, tensors)
+
+
+def _row(memory: Part, kind: str, said: Any, tensors: tuple[Tensor, ...]) -> None:
+    """This rank's part of what is asked of a row, or given to one."""
+    links = memory.links
+    if kind == "state":
+        _answer(memory.row(said), links)
+    elif kind == "parked":
+        _answer(memory.parked_state(said), links)
+    elif kind == "lines":
+        _answer(memory.copy_out(*lines_in(said, tensors)), links)
+    elif kind == "folding":
+        send(Message("part", *rotaries_out(memory.folding())), lambda x: links.send(x, 0))
+    elif kind == "put":
+        memory.put_row(said, _given(links))
+    elif kind == "lay":
+        memory.copy_in(*lines_in(said, tensors), _given(links))
+    elif kind == "rotaries":
+        memory.fold_with(rotaries_in(said, tensors))
+    else:
+        assert kind == "keep", kind
+        memory.keep_parked(said, _given(links))
 
 
 def _answer(state: Mapping[str, Tensor], links: Links) -> None:

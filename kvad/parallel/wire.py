@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvad.step import Compact, Fold, Lane, Moves, Place, Step
+from kvad.cache.lines import Blocks, Slots
+from kvad.step import Compact, Fold, Lane, Moves, Place, Rotary, Step
 
-__all__ = ["Message", "moves_in", "moves_out", "receive", "send", "step_in", "step_out"]
+__all__ = [
+    "Message", "lines_in", "lines_out", "moves_in", "moves_out", "receive", "rotaries_in", "rotaries_out", "send",
+    "step_in", "step_out",
+]  # fmt: skip
 
 ALIGNED = 8  # bytes
 DTYPES = {
@@ -32,6 +36,8 @@ DTYPES = {
         torch.int64,
         torch.int32,
         torch.int8,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
         torch.uint8,
         torch.bool,
     )
@@ -146,3 +152,30 @@ def moves_in(said: dict[str, Any]) -> Moves:
 
 def _tuples(value: Any) -> Any:
     return tuple(_tuples(each) for each in value) if isinstance(value, list) else value
+
+
+# ---------------------------------------------------------------- rows
+
+
+def lines_out(blocks: Blocks, slots: Slots) -> tuple[Any, tuple[Tensor, ...]]:
+    """What JSON says of a row's places, and the slots of those groups that have some."""
+    taking = [each is not None for each in slots]
+    return [[list(each) for each in blocks], taking], tuple(each for each in slots if each is not None)
+
+
+def lines_in(said: Any, tensors: Sequence[Tensor]) -> tuple[Blocks, Slots]:
+    blocks, taking = said
+    rest = iter(tensors)
+    return blocks, [next(rest).cpu() if takes else None for takes in taking]
+
+
+def rotaries_out(rotaries: Mapping[int, Rotary]) -> tuple[Any, tuple[Tensor, ...]]:
+    said = [[layer, each.interleaved, each.factor] for layer, each in rotaries.items()]
+    return said, tuple(each.inv_freq for each in rotaries.values())
+
+
+def rotaries_in(said: Any, tensors: Sequence[Tensor]) -> dict[int, Rotary]:
+    return {
+        layer: Rotary(inv_freq, interleaved, factor)
+        for (layer, interleaved, factor), inv_freq in zip(said, tensors, strict=True)
+    }

@@ -14,7 +14,7 @@ from kvad.cache.mesh import Mesh, check_mesh, kv_share, layer_share, query_share
 from kvad.cache.planning import plan_memory
 from kvad.cache.portions import plan_ranks, weight_cuts
 from kvad.cache.settle import settle
-from kvad.cache.sharding import cut_groups, local_layers, merge, split
+from kvad.cache.sharding import block_bytes, cut_groups, local_layers, merge, split
 from kvad.cache.sizing import CacheConfig, groups
 from kvad.cache.weights import weight_shapes
 from kvad.config import ModelConfig, mixers
@@ -161,6 +161,24 @@ def a_row(config: ModelConfig, cache: CacheConfig) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CACHES)
+def test_the_bytes_of_a_block_are_those_of_all_ranks(name: str, mesh: Mesh) -> None:
+    config = shaped(kv_heads=2)
+    assert config.decoder is not None
+    layers = config.decoder.layers
+    if mesh.pipeline > layers:
+        return
+    made = groups(mixers(config), roomy(**vars_of(CACHES[name])))
+    found = [0] * len(made)
+    for each in mesh.every():
+        memory = Memory(cut_groups(made, layers, each))
+        for held in memory.held([(2,)] * len(made)):
+            found[int(held.name.partition(".")[0])] += held.array[held.blocks].nbytes
+    assert block_bytes(made, layers, mesh) == found
+    assert mesh.size > 1 or found == Memory(made).block_bytes()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", CACHES)
 def test_a_state_that_is_cut_and_put_together_is_the_same(name: str, mesh: Mesh) -> None:
     for config in (mixed(), shaped(kv_heads=2), pair()):
         assert config.decoder is not None
@@ -286,12 +304,14 @@ def test_what_a_mesh_does_not_promise_is_refused() -> None:
 
 
 def test_what_a_mesh_keeps_belongs_to_the_whole_model() -> None:
-    """A cut model has another fingerprint; with the whole one's, what one mesh has stored is another's too."""
+    """A rank does not say what it cannot know; with the whole one's fingerprint, what one mesh has stored is
+    another's."""
     whole, cut = build(shaped()), build(shaped())
     shard(cut, Links(Mesh(2)))
     one = Engine(whole, roomy()).identity("")
-    part_alone = Engine(cut, roomy(), memory=lead(cut, Links(Mesh(2)))).identity("")
-    assert list(one.differs(part_alone.parts)) == ["model"]
+    with pytest.raises(ConfigError, match="one of 2 ranks, which sees a part of them alone"):
+        Engine(cut, roomy(), memory=lead(cut, Links(Mesh(2)))).identity("")
+    assert fingerprint(cut) != fingerprint(whole)
     known = Engine(cut, roomy(), memory=lead(cut, Links(Mesh(2))), weights=fingerprint(whole)).identity("")
     assert not list(one.differs(known.parts)) and one.digest() == known.digest()
 

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from kvad.cache import lines
 from kvad.cache import standing as standing_module
 from kvad.cache import state as state_module
 from kvad.engine.request import Sampling
@@ -345,13 +346,8 @@ def test_an_array_that_is_forgotten_is_heard(kind, monkeypatch):
     made = engine(config, **fields)
     said, state = left(made, PROMPT, FIRST)
     made.ledger.drop_prefixes()
-    real = state_module.Laid._put
-
-    def forgetful(self, array, blocks, what, *rest):
-        if kind not in what:
-            real(self, array, blocks, what, *rest)
-
-    monkeypatch.setattr(state_module.Laid, "_put", forgetful)
+    real = lines._every
+    monkeypatch.setattr(lines, "_every", lambda *given: (each for each in real(*given) if kind not in each[0]))
     with pytest.raises(AssertionError):
         same(made, PROMPT + said, state, None, scores)
 

@@ -1,0 +1,94 @@
+"""What a mesh has beside its pool: rows that are parked, tiers; and what is refused because it would be rank 0's alone.
+
+``mesh_cases.py`` runs :func:`beside` on each rank.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from kvad.cache.mesh import Mesh
+from kvad.cache.sizing import CacheConfig
+from kvad.engine.costs import Costs
+from kvad.engine.engine import Engine
+from kvad.errors import ConfigError
+from kvad.model.fingerprint import fingerprint
+from kvad.parallel.links import connect
+from kvad.parallel.ranks import follow, lead, part
+from tests.models import build
+from tests.ranks import TIMEOUT, Case, Result, cut, greedy
+
+ROOM = 1 << 22
+
+
+class Swaps(Costs):
+    """To copy is always cheaper."""
+
+    def swap_is_cheaper(self, *_: Any, **__: Any) -> bool:
+        return True
+
+
+def beside(case: Case, rank: int, store: Store) -> Result | None:
+    """Texts of engines on the mesh, and of one process that stores blocks for it and reads what it has stored."""
+    links = connect(Mesh.parse(case.mesh).at(rank), dist.PrefixStore("beside", store), timeout=TIMEOUT, idle=TIMEOUT)
+    model = cut(case, links)
+    if rank:
+        for _ in range(3):
+            follow(model, part(model, case.cache, links))
+        return None
+    whole = build(case.config)
+    known = {"weights": fingerprint(whole)}
+    right = greedy(Engine(whole, case.cache), case)
+
+    def engine(cache: CacheConfig, **options: Any) -> Engine:
+        return Engine(model, cache, memory=lead(model, links), **options)
+
+    made = engine(replace(case.cache, park_ram=ROOM), costs=Swaps())
+    result: Result = {"parked": greedy(made, case) == right, "swaps": made.swaps.stats().to_ram}
+    made.close()
+    made = engine(replace(case.cache, tier_ram=ROOM))
+    result["kept"], result["from_ram"] = _again(made, case, right), _fetched(made)
+    made.close()
+    with tempfile.TemporaryDirectory() as folder:
+        cache = replace(case.cache, tier=folder)
+        made = engine(cache, **known)
+        result["stored"], result["on_mesh"] = _again(made, case, right), _fetched(made)
+        made.close()
+        made = Engine(whole, cache, **known)
+        result["stored"] &= greedy(made, case) == right
+        result["from_disk"], result["torn"] = _fetched(made), made.tiers is None or made.tiers.stats().disk.failures > 0
+        made.close()
+        result["unknown"] = _refused(engine, replace(case.cache, tier=folder))
+        result["park_dir"] = _refused(engine, case.cache, park_dir=folder)
+        result["spill"] = _refused(engine, replace(case.cache, on_full="spill", capacity=24, spill_dir=folder))
+    result["said"] = sum(map(len, right.values()))
+    return result
+
+
+def _again(engine: Engine, case: Case, right: dict[str, list[int]]) -> bool:
+    """Twice the same texts, the second time with what the tiers have of the first."""
+    first = greedy(engine, case)
+    if engine.cache.tier is not None:  # what is dropped is on disk already; host memory has what others pushed out
+        engine.store()
+        engine.ledger.drop_prefixes()
+    again = greedy(engine, case)
+    every = [sorted(texts.items(), key=lambda each: int(each[0])) for texts in (again, right)]
+    return first == right and [text for _, text in every[0]] == [text for _, text in every[1]]
+
+
+def _fetched(engine: Engine) -> int:
+    assert engine.tiers is not None
+    return engine.tiers.stats().into
+
+
+def _refused(engine: Any, cache: CacheConfig, **options: Any) -> str:
+    try:
+        engine(cache, **options)
+    except ConfigError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,103 @@
+"""A session that is saved on one mesh and goes on on others: ``mesh_cases.py`` runs :func:`travel` on each rank.
+
+Real engines and real files: each hop loads what the last one has saved, says some tokens more, and saves again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from kvad.cache.mesh import Mesh
+from kvad.cache.session import load_state, save_state
+from kvad.cache.sizing import CacheConfig
+from kvad.cache.state import State
+from kvad.engine.engine import Engine
+from kvad.errors import ConfigError
+from kvad.model.fingerprint import fingerprint
+from kvad.parallel.links import connect
+from kvad.parallel.ranks import follow, lead, part
+from tests.engine.sessions import run, worst
+from tests.models import build
+from tests.ranks import TIMEOUT, Case, Result, cut
+
+HOPS = ("2x1", "1x1", "1x2", "4x1", "2x1", "1x1")
+EACH = 3  # tokens that are said on each mesh
+
+
+def travel(case: Case, rank: int, store: Store) -> Result | None:
+    """``far``: by hop, from what one process says without stopping; ``lost``: of a session whose keys were lost."""
+    stream = case.streams[1]
+    prompt, source = stream.tokens(), stream.source
+    if rank == 0:
+        whole = build(case.config)
+        weights = fingerprint(whole)
+        _, tokens, scores = run(Engine(whole, case.cache), prompt, EACH * len(HOPS), source=source)
+        result: Result = {"far": {}, "tokens": True, "cached": True, "lost": 0.0, "unknown": False}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.session"
+        for hop, name in enumerate(HOPS):
+            mesh, cache = Mesh.parse(name), _cache(case, hop)
+            if rank >= mesh.size:
+                continue
+            links = connect(mesh.at(rank), dist.PrefixStore(f"{hop}", store), timeout=TIMEOUT, idle=TIMEOUT)
+            model = cut(case, links)
+            if rank:
+                follow(model, part(model, cache, links))
+                continue
+            engine = Engine(model, cache, memory=lead(model, links), weights=weights)
+            said = tokens[: EACH * hop]
+            if hop == len(HOPS) - 1:
+                lost = _without_keys(_load(engine, path))
+                result["lost"] = worst(_said(engine, prompt + said, source, lost)[1], scores[EACH * hop :])
+                engine.ledger.drop_prefixes()
+            state = _load(engine, path) if hop else None
+            came, found = _said(engine, prompt + said, source, state, path)
+            result["far"][f"{hop}: {name}"] = worst(found, scores[EACH * hop :][:EACH])
+            result["tokens"] &= came == tokens[EACH * hop :][:EACH]
+            usage = engine.usage(engine._next - 1)
+            result["cached"] &= usage.cached == (len(prompt + said) - 1 if hop else 0) and not usage.missed
+            if mesh.size > 1:
+                engine._weights = None
+                try:
+                    engine.identity("")
+                except ConfigError as error:
+                    result["unknown"] = "weights" in str(error)
+            engine.close()
+    return result if rank == 0 else None
+
+
+def _said(
+    engine: Engine, tokens: Sequence[int], source: Sequence[int] | None, state: State | None, path: Path | None = None
+) -> tuple[list[int], Any]:
+    request, came, found = run(engine, tokens, EACH, source=source, resume=state, keep=path is not None)
+    if path is not None:
+        left = engine.kept(request)
+        save_state(path, left, engine.identity(left.regime), left.tokens, {})
+    return came, found
+
+
+def _load(engine: Engine, path: Path) -> State:
+    known = lambda regime, salt: engine.identity(regime, salt=salt)  # noqa: E731
+    return load_state(path, known, engine.memory, engine.keeper.home).state
+
+
+def _cache(case: Case, hop: int) -> CacheConfig:
+    """Every other mesh has blocks of another size, where a policy does not go by them."""
+    fixed = "hierarchy" in case.cache.policy or "quest" in case.cache.policy
+    return case.cache if fixed or hop % 2 == 0 else replace(case.cache, block_size=8)
+
+
+def _without_keys(state: State) -> State:
+    parts = [
+        part._replace(arrays={k: torch.zeros_like(x) if "keys" in k else x for k, x in part.arrays.items()})
+        for part in state.parts
+    ]
+    return replace(state, parts=tuple(parts))
