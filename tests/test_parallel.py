@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.mesh_cases import cases
+from kvad.cache.memory import Memory
+from kvad.cache.mesh import Mesh, check_cache
+from kvad.cache.sizing import CacheConfig, groups
+from kvad.cache.state import State
+from kvad.config import mixers
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
+from kvad.errors import ConfigError, RequestError
+from tests.mesh_cases import cases, shaped
 from tests.mesh_restore import MESHES, restore
+from tests.models import build
 from tests.ranks import Case, Result, deserted, spawn
 
 EXACT, WRONG = 1e-10, 1e-3
@@ -69,6 +78,37 @@ def test_four_ranks_say_what_one_process_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_other_models_and_policies_on_meshes(size: int, tmp_path: Path) -> None:
     check(size, "long", tmp_path)
+
+
+class Half(Memory):
+    """What an engine on rank 0 has."""
+
+    cut = "2x1"
+
+
+@pytest.mark.parametrize("field", ["tier", "tier_ram", "park_dir"])
+def test_what_would_keep_one_ranks_part_is_refused(field: str, tmp_path: Path) -> None:
+    given = {"tier": str(tmp_path / "tier"), "tier_ram": 1 << 20, "park_dir": str(tmp_path)}[field]
+    cache, options = CacheConfig(capacity=20, **({} if field == "park_dir" else {field: given})), {}
+    if field == "park_dir":
+        options = {field: given}
+    with pytest.raises(ConfigError, match=f"{field}: on a mesh of 2x1 rank 0 has a part of each block alone"):
+        Engine(build(shaped()), cache, memory=Half, **options)
+
+
+@pytest.mark.parametrize("how", ["keep", "resume"])
+def test_rows_are_not_kept_in_part(how: str) -> None:
+    engine = Engine(build(shaped()), CacheConfig(capacity=20, dtype="float64"), memory=Half)
+    given = {"keep": True} if how == "keep" else {"resume": State((), None, "", "", (), {})}
+    with pytest.raises(RequestError, match="on a mesh of 2x1 a row is not kept or resumed by a request"):
+        engine.submit([1, 2], Sampling(max_tokens=2), **given)
+
+
+def test_what_is_spilled_is_not_cut() -> None:
+    placed = groups(mixers(shaped()), CacheConfig(capacity=40, block_size=4, policy="spilled(8, every=8)"))
+    check_cache(placed, Mesh(1, 1))
+    with pytest.raises(ConfigError, match="what is spilled is not cut over a mesh of 1x2"):
+        check_cache(placed, Mesh(1, 2))
 
 
 def test_an_objection_is_raised() -> None:

@@ -70,6 +70,8 @@ class Memory:
     lie; all in host memory if none is given.  ConfigError where torch lacks the format.
     """
 
+    cut = ""  # the mesh that this is one rank's part of; empty: it is the whole
+
     def __init__(
         self,
         groups: Sequence[Group],

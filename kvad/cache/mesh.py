@@ -149,7 +149,12 @@ def _every_mixer(config: ModelConfig) -> list[Attention]:
 
 def check_cache(groups: Sequence[Group], mesh: Mesh) -> None:
     """ConfigError where a policy cannot be kept on such a mesh: it needs a sum over ranks that each have a part of the
-    queries of one kv head."""
+    queries of one kv head.  And for what is spilled, which lies with one process."""
+    if mesh.size > 1 and any(group.level is not None and group.level.spilled for group in groups):
+        raise ConfigError(
+            f"cache.policy: what is spilled is not cut over a mesh of {mesh}: one rank would have its part alone",
+            "give the cache room for its rows, or run it in one process",
+        )
     for group in groups:
         if copies(group.mixer.kv_heads, mesh) == 1:
             continue

@@ -144,6 +144,7 @@ class Engine:
             probe=probe,
             spill=_spill(placed, cache, disk),
         )
+        _check_cut(self.memory, cache, park_dir)
         self.tiers = open_tiers(cache, placed, lambda: self.identity(""))
         self.memory.tiers = self.tiers
         self._stored = b""  # what the roots of chains begin with where blocks outlive the process
@@ -188,6 +189,11 @@ class Engine:
             raise RequestError("stop strings need a tokenizer, and this model came without one", "use stop_tokens")
         if resume is not None or keep:
             check_one(sampling)
+            if self.memory.cut:
+                raise RequestError(
+                    f"on a mesh of {self.memory.cut} a row is not kept or resumed by a request",
+                    "rank 0's memory has its state: row and put_row",
+                )
             if self.ledger.spills:
                 raise RequestError(
                     "a row that spills is neither kept nor resumed", "give the cache room for it, or another on_full"
@@ -470,6 +476,18 @@ def _spill(placed: Sequence[Group], cache: CacheConfig, disk: Disk) -> Spill | N
     if not any(group.level is not None and group.level.spilled for group in placed):
         return None
     return Spill(placed, cache.spill_ram, None if cache.spill_dir is None else Path(cache.spill_dir), disk)
+
+
+def _check_cut(memory: Memory, cache: CacheConfig, park_dir: str | Path | None) -> None:
+    """ConfigError for what would hold one rank's part of a block and pass for the whole."""
+    asked = {"cache.tier": cache.tier, "cache.tier_ram": cache.tier_ram, "park_dir": park_dir}
+    for name, value in asked.items():
+        if memory.cut and value is not None:
+            memory.release()  # the other ranks wait for its word
+            raise ConfigError(
+                f"{name}: on a mesh of {memory.cut} rank 0 has a part of each block alone: it would pass for the whole",
+                "leave it out, or run it in one process",
+            )
 
 
 def _check_compressor(compressor: Compressor, placed: Sequence[Group]) -> None:

@@ -197,7 +197,7 @@ class Scheduler:
         return [self._end(row, reason) for row in rows]
 
     def preempt(self, request_id: int) -> bool:
-        """Make a request's running rows give way between two steps, as if the pool had run out (tests and ``kvad verify``
+        """Make a request's running rows give way between two steps, as if the pool had run out (``kvad verify``
         do).  False: none of them runs."""
         assert self._flying is None, "a plan is in flight: settle it first"
         running = [row for row in self.rows(request_id) if row.state == RUNNING and row.pending is None]

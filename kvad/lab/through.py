@@ -1,4 +1,4 @@
-"""Rows that leave the cache and come back: parked, from a tier, from a session's file, spilled; their logits on the way.
+"""Rows that leave the cache and come back (parked, from a tier, from a session, spilled): their logits on the way.
 
 Real engines are driven, over tokens that are known: what may come next is one token (``Sampling.allowed``), and the
 runner notes the logits of every position that it computes.  So a row that has been away can be laid beside the judge of

@@ -63,6 +63,7 @@ class Part(Memory):
             raise ConfigError(f"deterministic: not promised on a mesh of {links.mesh}", "sums are cut by ranks there")
         check_cache(every, links.mesh)
         self.whole, self.layers, self.links = tuple(every), layers, links
+        self.cut = str(links.mesh) if links.mesh.size > 1 else ""
         numbers = local_layers(every, layers, links.mesh)
         mine = {numbers[layer]: each for layer, each in (compressors or {}).items() if layer in numbers}
         parts = {layer: _compressor_part(each, links) for layer, each in mine.items()}
