@@ -157,8 +157,9 @@ class Memory:
         """Edits between two steps, in the order that :class:`Moves` names."""
         if self.tiers is not None:
             carry_out(self, self.tiers, moves.store)
-            carry_in(self, self.tiers, moves.load)
         self._park_and_wake(moves)
+        if self.tiers is not None:  # into blocks that a parked row may have had
+            carry_in(self, self.tiers, moves.load)
         for group, positions, cuts in zip(self.groups, self.positions, moves.compact, strict=False):
             if cuts:
                 self._compact(group, positions, cuts)

@@ -12,12 +12,13 @@ from tests.matrix.lives import MESHES, WAYS, sample
 
 Cell = Callable[[str, Mapping[str, Any]], str]
 Table = Callable[[Any, Any], str]
+CHANNEL = "keys by channel"
 BEGIN, END = "<!-- where it lives: written by scripts/matrix -->", "<!-- until here -->"
 
-HEAD = """Of each line, all rows are sent that way and come back (or stay there, spilled), in company, and what they say
-then is held against what a row says that never left. A line is a sample: in all of them every policy meets every format,
-every encoding and both topologies. "computed" after a word: nothing went that way, and the row was computed again, for the
-reason whose number follows, or because it costs less.
+HEAD = """Of each line, all rows are sent that way and come back (or stay there, spilled), in company, and what they
+say then is held against what a row says that never left. A line is a sample: in all of them every policy meets every
+format, every encoding and both topologies. "computed" after a word: nothing went that way, and the row was computed
+again, for the reason whose number follows, or because no other way is known for such rows.
 
 {ways}
 """
@@ -48,12 +49,17 @@ def _changed(fields: Mapping[str, Any]) -> str:
 def short(results: Mapping[str, Any], table: Table) -> str:
     """A line per policy: what all of its cells say."""
     lines = []
-    for policy in POLICIES:
-        every = [each for each in sample() if each[2] == policy and each[0] != "encoder"]
+    for name in (*POLICIES, CHANNEL):
+        every = [each for each in sample() if each[0] != "encoder" and name == _name(each)]
         lives = [[results["lives"].get(key(*each, way), {}) for each in every] for way in WAYS]
         cut = [[results["shards"].get(key(*each, mesh), {}) for each in every] for mesh in MESHES]
-        lines.append((f"`{policy}`", *(" or ".join(dict.fromkeys(map(word, some))) for some in (*lives, *cut))))
+        said = (" or ".join(dict.fromkeys(map(word, some))) for some in (*lives, *cut))
+        lines.append((name if name == CHANNEL else f"`{name}`", *said))
     return table(("policy", *WAYS, *(f"ranks {mesh}" for mesh in MESHES)), lines)
+
+
+def _name(cell: tuple[str, str, str, str]) -> str:
+    return CHANNEL if cell[3].endswith("-channel") else cell[2]
 
 
 def word(said: Mapping[str, Any]) -> str:
