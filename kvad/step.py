@@ -304,10 +304,10 @@ class Moves(NamedTuple):
     one move has read be another's in the same step:
 
     ``store``: (number, per group a block or none): copied out to the host, for the tiers, which know the number.
-    ``load``: (number, per group a block or none): what the tiers lend under the number comes in, whole.
     ``park``: (key, per group the blocks of a row): copied out to the host, and kept under the key.
     ``wake``: (key, per group as many blocks): what was parked comes back, whole.
     ``drop``: keys of parked rows that will not come back.
+    ``load``: (number, per group a block or none): what the tiers lend under the number comes in, whole.
     ``compact``: per group, :class:`Compact`: a policy's cut of one row.
     ``pack``: per group, (source block, target block): whole blocks of the group above, in the group's own formats.
     ``fold``: per group, :class:`Fold`: blocks of the group above, summarised.

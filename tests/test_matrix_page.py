@@ -9,19 +9,24 @@ import copy
 import json
 import subprocess
 import typing
+from collections.abc import Iterable
 
 import pytest
 import torch
 
 from kvad import config as cfg
+from kvad.cache import memory
 from kvad.cache.formats import FORMATS, Format
 from kvad.cache.named import POLICIES
 from kvad.cache.policy import Window
+from kvad.cache.state import Laid
 from kvad.cache.store import Store
+from kvad.cache.swap import Copier
 from kvad.lab.asked import SIZED
-from tests.matrix import cells, page
+from tests.matrix import cells, lives, lives_page, page
 
 RESULTS = json.loads(page.RESULTS.read_text("utf-8"))
+TABLES = ("product", "layouts", "endless", "lives", "shards")
 HINT = f"write it anew: {page.AGAIN}"
 
 
@@ -33,14 +38,19 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+def every() -> list[tuple[str, tuple[str, ...]]]:
+    """All that there is to ask."""
+    return [*cells.every(), *lives.every(), *lives.sharded()]
+
+
 def missing() -> list[str]:
     """Cells that the registries have and the results do not."""
-    return [f"{table}: {cells.key(*cell)}" for table, cell in cells.every() if cells.key(*cell) not in RESULTS[table]]
+    return [f"{table}: {cells.key(*cell)}" for table, cell in every() if cells.key(*cell) not in RESULTS[table]]
 
 
-def some(number: int) -> list[tuple[str, tuple[str, ...]]]:
-    """So many cells that were measured, spread evenly."""
-    measured = [(t, cell) for t, cell in cells.every() if "refused" not in RESULTS[t].get(cells.key(*cell), {})]
+def some(number: int, asked: Iterable[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
+    """So many of those cells that were measured, spread evenly."""
+    measured = [(t, cell) for t, cell in asked if "refused" not in RESULTS[t].get(cells.key(*cell), {})]
     return measured[:: max(1, len(measured) // number)]
 
 
@@ -51,14 +61,19 @@ def test_the_page_is_what_the_script_writes() -> None:
     assert page.PAGE.read_text("utf-8") == page.page(RESULTS), HINT
 
 
+def test_the_short_form_is_what_the_script_writes() -> None:
+    text = page.SHORT.read_text("utf-8")
+    assert text == lives_page.placed(text, RESULTS, page._table), HINT
+
+
 def test_the_results_are_written_as_the_script_writes_them() -> None:
     assert page.RESULTS.read_text("utf-8") == page.stored(RESULTS), HINT
 
 
 def test_every_cell_was_asked() -> None:
     assert not missing(), HINT
-    known = {(table, cells.key(*cell)) for table, cell in cells.every()}
-    old = [(table, cell) for table in ("product", "layouts", "endless") for cell in RESULTS[table]]
+    known = {(table, cells.key(*cell)) for table, cell in every()}
+    old = [(table, cell) for table in TABLES for cell in RESULTS[table]]
     assert not set(old) - known, f"of what is gone: {HINT}"
 
 
@@ -72,7 +87,7 @@ def test_every_encoding_and_topology_is_a_column() -> None:
 
 
 def test_nothing_measured_is_broken() -> None:
-    for table in ("product", "layouts", "endless"):
+    for table in TABLES:
         for cell, said in RESULTS[table].items():
             assert "refused" in said or said["structure"] <= cells.EXACT, (table, cell, said)
 
@@ -85,7 +100,7 @@ def test_a_refusal_is_still_made_in_these_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "cell"), some(24), ids=lambda part: part if isinstance(part, str) else "-".join(part)
+    ("table", "cell"), some(24, cells.every()), ids=lambda part: part if isinstance(part, str) else "-".join(part)
 )
 def test_some_cells_asked_again(table: str, cell: tuple[str, ...]) -> None:
     before, now = RESULTS[table][cells.key(*cell)], cells.ask(table, cell)
@@ -93,9 +108,70 @@ def test_some_cells_asked_again(table: str, cell: tuple[str, ...]) -> None:
     assert now.get("loss", 0) == pytest.approx(before.get("loss", 0), rel=0.1, abs=1e-12)
 
 
+# ---------------------------------------------------------------- where it lives
+
+
+def test_what_went_that_way_and_what_did_not() -> None:
+    """Where nothing is refused, something really left and came back; but for rows that spill, which are not parked."""
+    stayed = {cell for cell, said in RESULTS["lives"].items() if said.get("moved") == 0}
+    assert all("| spilled |" in cell and "parked" in cell for cell in stayed)
+    assert len(stayed) < 20 < sum("moved" in said for said in RESULTS["lives"].values())
+
+
+def test_a_refusal_to_leave_is_still_made_in_these_words() -> None:
+    words = {}
+    for _, cell in lives.every():
+        said = RESULTS["lives"][cells.key(*cell)]
+        if "refused" in said:
+            words.setdefault(said["refused"], cell)
+    for refused, cell in words.items():
+        assert lives.ask(cell) == {"refused": refused}, HINT
+
+
+@pytest.mark.parametrize(("table", "cell"), some(16, lives.every()), ids=lambda part: str(part))
+def test_some_ways_asked_again(table: str, cell: tuple[str, ...]) -> None:
+    before, now = RESULTS[table][cells.key(*cell)], lives.ask(cell)
+    assert now["structure"] <= cells.EXACT
+    assert now.get("judge") == before.get("judge") and bool(now["moved"]) == bool(before["moved"])
+
+
+def test_some_meshes_asked_again() -> None:
+    for said in lives.shards([cell for _, cell in some(3, lives.sharded())]).values():
+        assert said["structure"] <= cells.EXACT
+
+
+@pytest.mark.parametrize("way", ["parked in RAM", "parked on disk"])
+def test_a_row_that_comes_back_wrong_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    back = Copier.back
+    monkeypatch.setattr(
+        Copier, "back", lambda self, key, held, copies: back(self, key, held, [each.flip(0) for each in copies])
+    )
+    assert lives.ask(("decoder", "rope", "full", "int8", way))["structure"] > cells.EXACT
+
+
+@pytest.mark.parametrize("way", ["session", "session, other layout"])
+def test_a_session_that_comes_back_wrong_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Laid, "put", lambda *_: None)
+    assert lives.ask(("decoder", "rope", "full", "float64", way))["structure"] > cells.EXACT
+
+
+@pytest.mark.parametrize("way", ["prefix from RAM", "prefix from disk"])
+def test_a_prefix_that_comes_back_wrong_is_measured_as_broken(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "carry_in", lambda _memory, host, loads: [host.take(number) for number, _ in loads])
+    assert lives.ask(("decoder", "rope", "full", "float64", way))["structure"] > cells.EXACT
+
+
+@pytest.mark.long(minutes=10)
+def test_every_way_asked_again() -> None:
+    wrong = [cell for _, cell in some(1 << 20, lives.every()) if not lives.ask(cell)["structure"] <= cells.EXACT]
+    assert not wrong
+
+
 @pytest.mark.long(minutes=30)
 def test_every_cell_asked_again() -> None:
-    wrong = [cell for table, cell in some(1 << 20) if not cells.ask(table, cell)["structure"] <= cells.EXACT]
+    wrong = [
+        cell for table, cell in some(1 << 20, cells.every()) if not cells.ask(table, cell)["structure"] <= cells.EXACT
+    ]
     assert not wrong
 
 

@@ -157,8 +157,9 @@ class Memory:
         """Edits between two steps, in the order that :class:`Moves` names."""
         if self.tiers is not None:
             carry_out(self, self.tiers, moves.store)
-            carry_in(self, self.tiers, moves.load)
         self._park_and_wake(moves)
+        if self.tiers is not None:  # into blocks that a parked row may have had
+            carry_in(self, self.tiers, moves.load)
         for group, positions, cuts in zip(self.groups, self.positions, moves.compact, strict=False):
             if cuts:
                 self._compact(group, positions, cuts)
@@ -177,8 +178,9 @@ class Memory:
     def forgo(self, moves: Moves) -> None:
         """The step of these moves has failed, before they were applied or behind: what they have not copied out is not
         waited for, and what they were to copy in or to drop is dropped."""
-        for number, _ in (*moves.store, *moves.load) if self.tiers is not None else ():
-            self.tiers.cancel(number)
+        if self.tiers is not None:
+            for number, _ in (*moves.store, *moves.load):
+                self.tiers.cancel(number)
         for key in (*(key for key, _ in moves.wake), *moves.drop):
             self.parked.pop(key, None)
 

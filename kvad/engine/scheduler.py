@@ -196,6 +196,16 @@ class Scheduler:
         rows = [row for row in request.rows if row.sample == sample and row.state != DONE] if request else []
         return [self._end(row, reason) for row in rows]
 
+    def preempt(self, request_id: int) -> bool:
+        """Make a request's running rows give way between two steps, as if the pool had run out (``kvad verify``
+        do).  False: none of them runs."""
+        assert self._flying is None, "a plan is in flight: settle it first"
+        running = [row for row in self.rows(request_id) if row.state == RUNNING and row.pending is None]
+        for row in running:
+            if row.state == RUNNING:  # beams leave together
+                self._preempt(row)
+        return bool(running)
+
     @property
     def idle(self) -> bool:
         """Nothing to do: no request, no event that was not told."""

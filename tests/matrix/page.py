@@ -1,7 +1,8 @@
 """Writes docs/matrix.md: what a cache promises under every policy, format, encoding and topology, as it was measured.
 
 scripts/matrix                  docs/matrix.md from docs/matrix.json
-scripts/matrix --run            every cell is asked first (tests/matrix/cells.py; a quarter of an hour on two cores)
+scripts/matrix --run            every cell is asked first (tests/matrix/cells.py, lives.py; half an hour on two cores)
+scripts/matrix --lives          those of where it lives alone (ten minutes)
 scripts/matrix --quality FILE   the lines of a ``kvad bench cache-quality --out`` into docs/matrix.json first
 
 ``tests/test_matrix_page.py`` holds the page to what this writes, the results to the registries, and asks some cells
@@ -22,10 +23,12 @@ from kvad.cache.formats import FORMATS
 from kvad.cache.named import POLICIES
 from kvad.lab.asked import sized
 from kvad.lab.prices import read_prices
+from tests.matrix import lives, lives_page
 from tests.matrix.cells import BLOCK, ENCODINGS, EXACT, LAYOUTS, LONGEST, TOPOLOGIES, ask, every, key
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, RESULTS = ROOT / "docs" / "matrix.md", ROOT / "docs" / "matrix.json"
+SHORT = ROOT / "docs" / "kv-cache.md"
 AGAIN = "scripts/matrix --run"
 KINDS = ("single", "many", "chain")
 
@@ -72,15 +75,17 @@ LEGEND = (
 # ---------------------------------------------------------------- asking
 
 
-def run(workers: int) -> dict[str, Any]:
+def run(workers: int, *, only_lives: bool = False) -> dict[str, Any]:
     """Every cell, measured or refused."""
     results: dict[str, Any] = {}
-    todo = list(every())
+    todo = [*([] if only_lives else every()), *lives.every()]
     with Pool(workers, initializer=_alone) as pool:
         for number, (table, cell, said) in enumerate(pool.imap(_ask, todo, chunksize=8), 1):
             results.setdefault(table, {})[key(*cell)] = {name: _short(value) for name, value in said.items()}
             if number % 100 == 0:
                 print(f"{number} of {len(todo)}", flush=True)
+    cut = lives.shards([cell for _, cell in lives.sharded()])
+    results["shards"] = {key(*cell): {name: _short(each) for name, each in said.items()} for cell, said in cut.items()}
     return results
 
 
@@ -91,7 +96,8 @@ def _alone() -> None:
 
 
 def _ask(what: tuple[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...], dict[str, Any]]:
-    return *what, ask(*what)
+    table, cell = what
+    return table, cell, lives.ask(cell) if table == "lives" else ask(table, cell)
 
 
 def _short(value: Any) -> Any:
@@ -119,6 +125,8 @@ def page(results: Results) -> str:
         parts.append(f"## {topology.capitalize()}\n\n" + _product(results["product"], topology, notes))
     parts.append("## Layout, and when keys are rotated\n\n" + _layouts(results["layouts"], notes))
     parts.append("## Rows without an end\n\n" + _endless(results["endless"], notes))
+    told = lives_page.pages(results, lambda policy, said: _cell(policy, said, notes), _table)
+    parts.append("## Where it lives\n\n" + told)
     parts.append("## What is refused\n\n" + "\n".join(f"{number}. {words}" for words, number in notes.items()) + "\n")
     parts.append("## The price of what is lossy\n\n" + _price(results.get("quality", [])))
     return "\n".join(parts)
@@ -167,6 +175,9 @@ def _cell(policy: str, said: Mapping[str, Any], notes: Notes) -> str:
         return f"[{notes.setdefault(said['refused'], len(notes) + 1)}]"
     if not said["structure"] <= EXACT:
         return f"**BROKEN** by {said['structure']:.1e}"
+    if said.get("moved") == 0:
+        why = f" [{notes.setdefault(said['missed'], len(notes) + 1)}]" if "missed" in said else ""
+        return f"{'own' if said.get('judge') == 'own' else 'exact'}, computed{why}"
     if said.get("judge") == "own":
         return "own"
     return f"exact, {said['loss']:.0e}" if "loss" in said else "exact"
@@ -216,16 +227,18 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="measure every cell")
+    parser.add_argument("--lives", action="store_true", help="measure those of where it lives")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--quality", type=Path, metavar="FILE")
     asked = parser.parse_args()
     results: Results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
-    if asked.run:
-        results = {**results, **run(asked.jobs)}
+    if asked.run or asked.lives:
+        results = {**results, **run(asked.jobs, only_lives=not asked.run)}
     if asked.quality is not None:
         results["quality"] = quality(asked.quality)
     RESULTS.write_text(stored(results), "utf-8")
     PAGE.write_text(page(results), "utf-8")
+    SHORT.write_text(lives_page.placed(SHORT.read_text("utf-8"), results, _table), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,205 @@
+"""Cells of where a cache lives: rows that leave the pool and come back, and a cache cut over ranks.
+
+A sample of policy x format x encoding x topology in which every two meet (``tests/pairwise.py``), and each of them by
+every way of :data:`WAYS` (``kvad/lab/through.py``) and on every mesh of :data:`MESHES`.  What a row says when it is
+back is held against what it says without a cache (or alone, as ``cells.py`` does); on a mesh, against one process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kvad.cache.formats import FORMATS
+from kvad.cache.mesh import Mesh, check_cache, check_mesh
+from kvad.cache.named import POLICIES
+from kvad.cache.planning import check_policy
+from kvad.cache.sizing import CacheConfig, groups
+from kvad.config import ModelConfig, mixers
+from kvad.errors import KvadError
+from kvad.lab.asked import first_cut
+from kvad.lab.replay import Replayed, Stream, uncached
+from kvad.lab.rounded import Rounded
+from kvad.lab.through import through
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from tests.drive import drive
+from tests.matrix.cells import ENCODINGS, Said, config_of, made, rows
+from tests.mesh_cases import pair, shaped
+from tests.models import build
+from tests.pairwise import pairwise
+from tests.ranks import Case, run_rank, spawn
+
+
+class Column(NamedTuple):
+    """A way, what the cache is in the beginning, and what it is when the row comes back."""
+
+    way: str
+    first: dict[str, Any] = {}  # noqa: RUF012  read only
+    then: dict[str, Any] = {}  # noqa: RUF012
+
+
+WAYS = {
+    "parked in RAM": Column("park"),
+    "parked on disk": Column("park-disk"),
+    "parked, contiguous": Column("park", {"layout": "contiguous"}),
+    "prefix from RAM": Column("ram"),
+    "prefix from disk": Column("disk"),
+    "session": Column("session"),
+    "session, other blocks": Column("session", then={"block_size": 8}),
+    "session, other layout": Column("session", then={"layout": "contiguous"}),
+    "spilled to RAM": Column("spill"),
+    "spilled to disk": Column("spill-disk"),
+}
+MESHES = ("2x1", "1x2")
+
+
+def sample() -> list[tuple[str, str, str, str]]:
+    """(topology, encoding, policy, format); keys by channel, which no policy but ``full`` has, and encoders, which have
+    no cache, once each."""
+    axes = {
+        "topology": ("decoder", "encoder-decoder"),
+        "encoding": ENCODINGS,
+        "policy": tuple(POLICIES),
+        "format": tuple(name for name in FORMATS if not name.endswith("-channel")),
+    }
+    found = [(each["topology"], each["encoding"], each["policy"], each["format"]) for each in pairwise(axes)]
+    found += [("decoder", "rope", "full", name) for name in FORMATS if name.endswith("-channel")]
+    found += [("encoder", "rope", "full", "float64")]
+    return sorted(dict.fromkeys(found), key=lambda cell: (list(POLICIES).index(cell[2]), cell))
+
+
+def every() -> Iterator[tuple[str, tuple[str, ...]]]:
+    for cell in sample():
+        for way in WAYS:
+            yield "lives", (*cell, way)
+
+
+def sharded() -> Iterator[tuple[str, tuple[str, ...]]]:
+    for cell in sample():
+        for mesh in MESHES:
+            yield "shards", (*cell, mesh)
+
+
+# ---------------------------------------------------------------- ways
+
+
+def ask(cell: tuple[str, ...]) -> Said:
+    """``moved``: how much went that way; ``missed``: why nothing did, so that it was computed."""
+    topology, encoding, policy, form, name = cell
+    column, config = WAYS[name], config_of(topology, encoding)
+    turned = "write" if policy == "quest" else ("write", "read")[sum(map(len, cell[:4])) % 2]
+    model, streams = build(config), _streams(topology)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            cache = CacheConfig(**{**made(policy, form), "rotate": turned, **column.first})
+            check_policy(config, cache)
+            other = replace(cache, **column.then)
+            went = through(column.way, model, cache, streams, Path(folder), other=other)
+        except KvadError as error:
+            words = error.message + (f"; {error.hint}" if error.hint else "")
+            return {"refused": words.replace(f"{folder}/", "")}
+    said = _judged(model, cache, streams, went.replayed)
+    return {**said, "moved": went.moved, **({"missed": went.missed} if went.missed else {})}
+
+
+def _streams(topology: str) -> list[Stream]:
+    made = rows(topology, endless=False)
+    sources = [None if each.source is None else tuple(each.source) for each in made]
+    return [
+        Stream(tuple(each.prompt), (tuple(each.continuations[0]),), source=source)
+        for each, source in zip(made, sources, strict=True)
+    ]
+
+
+def _judged(model: Transformer, cache: CacheConfig, streams: Sequence[Stream], came: Replayed) -> Said:
+    """As ``cells.measure``: max |dlogit| from the model without a cache, or from each row alone in other chunks."""
+    assert len(came.pieces) == len(streams), "a row never came back"
+    placed = groups(mixers(model.config), cache)
+    own = first_cut(placed) is not None
+    largest = 0.0
+    for (number, _), pieces in came.pieces.items():
+        stream = streams[number]
+        if own:
+            right = _alone(model, cache, stream)
+        else:
+            memory = Fresh(model.config, specs=cache.narrowed(mixers(model.config)), kernel="reference")
+            judge = (
+                memory
+                if cache.formats == ("float64", "float64")
+                else Rounded(memory, *cache.formats, rotate=cache.rotate)
+            )
+            logits = uncached(model, stream.tokens(0), stream.limit, judge, stream.source)
+            right = dict(enumerate(logits))
+        for start, said in pieces:
+            for at, each in enumerate(said, start):
+                if at in right:
+                    largest = max(largest, float((each - right[at]).abs().max().nan_to_num(nan=torch.inf)))
+    return {"judge": "own", "structure": largest} if own else {"structure": largest}
+
+
+def _alone(model: Transformer, cache: CacheConfig, stream: Stream) -> dict[int, torch.Tensor]:
+    from tests.drive import Stream as Forced
+
+    source = None if stream.source is None else list(stream.source)
+    forced = Forced(list(stream.prompt), [list(stream.forced[0])], source=source)
+    return drive(model, replace(cache, rows=1, chunk=3), [forced]).logits[0, 0]
+
+
+# ---------------------------------------------------------------- meshes
+
+
+def shards(cells: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], Said]:
+    """All of them, on one pair of processes."""
+    said = {cell: {"refused": words} for cell in cells if (words := _refused(cell))}
+    asked = [cell for cell in cells if cell not in said]
+    if asked:
+        with tempfile.TemporaryDirectory() as folder:
+            found = spawn(Path(folder), "tests.matrix.lives", 2, json.dumps(asked))
+        for cell in asked:
+            result = found[" ".join(cell)]
+            if "error" in result:
+                raise AssertionError(f"{cell}: {result['error']}")
+            said[cell] = {"structure": result["far"]}
+    return said
+
+
+def _refused(cell: tuple[str, ...]) -> str:
+    topology, encoding, policy, form, mesh = cell
+    if topology == "encoder":
+        return ask((*cell[:4], next(iter(WAYS))))["refused"]
+    config = _cut_config(topology, encoding)
+    try:
+        cache = CacheConfig(**made(policy, form))
+        check_policy(config, cache)
+        placed = groups(mixers(config), cache)
+        check_mesh(config, Mesh.parse(mesh))
+        check_cache(placed, Mesh.parse(mesh))
+    except KvadError as error:
+        return error.message + (f"; {error.hint}" if error.hint else "")
+    return ""
+
+
+def _cut_config(topology: str, encoding: str) -> ModelConfig:
+    """Eight heads, which two ranks share."""
+    return pair(encoding) if topology == "encoder-decoder" else shaped(encoding)
+
+
+def cases(said: str) -> list[Case]:
+    found = []
+    for topology, encoding, policy, form, mesh in json.loads(said):
+        config = _cut_config(topology, encoding)
+        cache, name = CacheConfig(**made(policy, form)), " ".join((topology, encoding, policy, form, mesh))
+        found.append(Case(name, mesh, config, cache, rows(topology, endless=False)))
+    return found
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), cases(sys.argv[4]))
