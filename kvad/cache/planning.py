@@ -323,8 +323,8 @@ def require(plan: MemoryPlan, available: int | None) -> None:
     parts = plan.weights + plan.compressor, plan.pool + plan.spilling.host, plan.scratch + plan.activations
     weights, cache, work = map(_shown, parts)
     message = (
-        f"{counted(plan.cache.rows, 'row')} of {plan.cache.capacity:,} tokens{sources} need {_shown(plan.total)} (weights "
-        f"{weights}, cache {cache}, work {work}{f', tiers {_shown(plan.tiers)}' if plan.tiers else ''}) "
+        f"{counted(plan.cache.rows, 'row')} of {plan.cache.capacity:,} tokens{sources} "
+        f"{'needs' if plan.cache.rows == 1 else 'need'} {_shown(plan.total)} (weights {weights}, cache {cache}, work {work}{f', tiers {_shown(plan.tiers)}' if plan.tiers else ''}) "
         f"and {_shown(available)} is available"
     )
     raise MemoryPlanError(message, _advice(plan, available))
