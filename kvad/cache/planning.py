@@ -322,9 +322,10 @@ def require(plan: MemoryPlan, available: int | None) -> None:
     sources = f" and sources of {plan.cache.source_capacity:,}" if plan.config.source is not None else ""
     parts = plan.weights + plan.compressor, plan.pool + plan.spilling.host, plan.scratch + plan.activations
     weights, cache, work = map(_shown, parts)
+    rows, tiers = counted(plan.cache.rows, "row"), f", tiers {_shown(plan.tiers)}" if plan.tiers else ""
     message = (
-        f"{counted(plan.cache.rows, 'row')} of {plan.cache.capacity:,} tokens{sources} "
-        f"{'needs' if plan.cache.rows == 1 else 'need'} {_shown(plan.total)} (weights {weights}, cache {cache}, work {work}{f', tiers {_shown(plan.tiers)}' if plan.tiers else ''}) "
+        f"{rows} of {plan.cache.capacity:,} tokens{sources} {'needs' if plan.cache.rows == 1 else 'need'} "
+        f"{_shown(plan.total)} (weights {weights}, cache {cache}, work {work}{tiers}) "
         f"and {_shown(available)} is available"
     )
     raise MemoryPlanError(message, _advice(plan, available))

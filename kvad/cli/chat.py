@@ -21,6 +21,7 @@ from kvad.cache.sessions import SUFFIX, default_folder, is_name, named
 from kvad.cli.common import format_bytes, model_argument
 from kvad.cli.dialogue import Dialogue, Turn, dialogue_of, kept_ids
 from kvad.cli.generate import note_empty
+from kvad.cli.helping import Sectioned
 from kvad.cli.lines import look
 from kvad.cli.policies import ending, forgotten, policies_asked
 from kvad.cli.running import (
@@ -58,7 +59,7 @@ COMMANDS = ("/help", "/stats", "/kv", "/save", "/load", "/undo", "/quit")
 FORMAT = 1
 
 
-@click.command()
+@click.command(cls=Sectioned)
 @model_argument
 @sampling_options
 @cache_options
@@ -70,6 +71,7 @@ def chat(model: Path, **options: Any) -> None:
 
     \b
     kvad chat runs/demo --max-tokens 64 --temperature 0.7 --stop "\\n\\n"
+    kvad chat runs/demo --on-full sinks
     kvad chat ./Qwen3-0.6B --system "You answer in verse."
     """
     given = read_sampling(options)

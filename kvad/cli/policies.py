@@ -43,8 +43,10 @@ _OTHERS = (
         "--on-full", metavar="NAME", help=_table("When a row or the pool is full [default: preempt].", ON_FULL)
     ),
     click.option("--watermark", type=float, help="Share of the blocks that an admission leaves free [default: 0]."),
-    click.option("--spill-dir", metavar="FOLDER", help="Where spilled tokens lie [default: the user's cache folder]."),
-    click.option("--spill-ram", type=SIZE, help="Host memory for them, before any goes to disk [default: 1GiB]."),
+    click.option("--spill-dir", metavar="FOLDER", help="Where the others lie [default: the user's cache folder]."),
+    click.option(
+        "--spill-ram", type=SIZE, help="Host memory for spilled tokens, before any go to disk [default: 1GiB]."
+    ),
 )
 
 

@@ -19,6 +19,7 @@ from kvad.cache.formats import joined
 from kvad.cache.full import GOES_ON
 from kvad.cache.sessions import KIND, VARIABLE, check_ours, default_folder, history, listed, named, sweep
 from kvad.cli.common import emit_json, format_bytes, json_option, model_argument, words_folder
+from kvad.cli.helping import Sectioned
 from kvad.cli.policies import policies_asked
 from kvad.cli.running import Interrupt, cache_options, open_llm, read_stdin
 from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
@@ -33,7 +34,7 @@ name_argument = click.argument("name", metavar="NAME")
 sessions_option = click.option(
     "--sessions",
     envvar=VARIABLE,
-    metavar="DIR",
+    metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
     help=f"Where sessions are [default: {VARIABLE}, else the user's data folder].",
 )
@@ -42,7 +43,7 @@ sessions_option = click.option(
 def prompt_options(command: Command) -> Command:
     options = [
         click.option("--prompt", metavar="TEXT", help="What is added to the session; - reads standard input."),
-        click.option("--file", type=click.Path(path_type=Path, dir_okay=False), help="A file of it, UTF-8."),
+        click.option("--file", metavar="FILE", type=click.Path(path_type=Path), help="A file of it, UTF-8."),
         click.option("--source", metavar="TEXT", help="Of an encoder-decoder, with the first text: what it answers."),
     ]
     for option in reversed(options):
@@ -61,7 +62,7 @@ def session() -> None:
     """
 
 
-@session.command()
+@session.command(cls=Sectioned)
 @model_argument
 @name_argument
 @prompt_options
@@ -96,7 +97,7 @@ def save(model: Path, name: str, over: bool, as_json: bool, **options: Any) -> N
         click.echo(f"{name}: {counted(tokens, 'token')}, {format_bytes(nbytes)} in {path}")
 
 
-@session.command()
+@session.command(cls=Sectioned)
 @model_argument
 @name_argument
 @prompt_options
@@ -183,7 +184,9 @@ def list_command(as_json: bool, **options: Any) -> None:
 
 @session.command()
 @name_argument
-@click.option("--model", type=click.Path(path_type=Path), help="Its model: to show the end of the text.")
+@click.option(
+    "--model", metavar="MODEL", type=click.Path(path_type=Path), help="Its model: to show the end of the text."
+)
 @sessions_option
 @json_option
 def show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
