@@ -24,8 +24,20 @@ from typing import NamedTuple, Protocol
 
 from kvad.cache.blocks import Prefix
 from kvad.cache.disk import Buffer
+from kvad.cache.sizing import CacheConfig, Group
+from kvad.errors import ConfigError
 
-__all__ = ["Deposits", "Fetch", "Name", "Ticket", "Tier", "TierHits", "name_of", "proof"]
+__all__ = ["Deposits", "Fetch", "Name", "Ticket", "Tier", "TierHits", "check_shared", "name_of", "proof"]
+
+
+def check_shared(cache: CacheConfig, placed: Sequence[Group]) -> None:
+    """ConfigError: the cache is to have tiers, and none of its blocks is one that another request could use."""
+    if cache.tier is None and cache.tier_ram is None:
+        return
+    own = [group for group in placed if not group.mixer.cross and group.level is None]
+    if not own or any(group.scored is not None or group.levels is not None for group in own):
+        what = f"under policy {cache.kept} each row keeps its own" if own else "an encoder keeps nothing"
+        raise ConfigError(f"cache.tier: {what}: there is no block that another request could use", "leave it out")
 
 
 class Name(NamedTuple):

@@ -186,13 +186,16 @@ class Entry:
 
 @contextmanager
 def open_entry(path: Path, disk: Disk = DISK) -> Iterator[Entry]:
-    """EntryError for a file that is missing, damaged or not ours; OSError as the disk says it."""
+    """EntryError for a file that is missing, damaged or not ours; OSError as the disk says it, with the file's name."""
     try:
         file = disk.open(path)
     except FileNotFoundError:
         raise EntryError(f"{path} does not exist", why="missing") from None
     try:
         yield Entry(path, file, disk)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # reading knows a number, no name
+        raise
     finally:
         disk.close(file)
 

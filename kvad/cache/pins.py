@@ -39,7 +39,11 @@ class Pin(NamedTuple):
 def check_name(name: str) -> str:
     """UsageError for what is no name."""
     if not NAME.fullmatch(name) or name.endswith(ENDING):
-        raise UsageError(f"{name!r} is no name for a prefix", "letters, digits, '.', '_' and '-', 64 at most")
+        shown = name if len(name) <= 80 else f"{name[:80]}..."
+        raise UsageError(
+            f"{shown!r} is no name for a prefix",
+            "letters, digits, . _ and -, at most 64, the first a letter or a digit",
+        )
     return name
 
 

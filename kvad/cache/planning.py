@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvad.cache.available import available_bytes
+from kvad.cache.deposits import check_shared
 from kvad.cache.full import SINKS
 from kvad.cache.peak import peak
 from kvad.cache.policy import Hierarchy
@@ -29,7 +30,7 @@ from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig, Fit, Group, G
 from kvad.cache.spilled import Spilling, spilling
 from kvad.cache.weights import Summaries, compressor_shapes, lookup_bytes, weight_bytes, weight_shapes
 from kvad.config import DynamicScaling, Experts, LongRopeScaling, ModelConfig, OwnPositions, Rope, mixers
-from kvad.errors import ConfigError, MemoryPlanError, nearest
+from kvad.errors import ConfigError, MemoryPlanError, counted, nearest
 from kvad.step import RESERVED_BLOCKS
 
 __all__ = [
@@ -286,6 +287,7 @@ def _plan(
     settled = settle(config, cache)
     check_policy(config, settled, deterministic=deterministic)
     made = groups(mixers(config), settled)
+    check_shared(settled, made)
     summarised = any(group.level is not None and group.level.ratio > 1 for group in made)
     hidden = learned.hidden if learned is not None and summarised else 0
     passing = peak(config, settled, made, weights_dtype, budget, hidden=hidden, deterministic=deterministic)
@@ -320,9 +322,10 @@ def require(plan: MemoryPlan, available: int | None) -> None:
     sources = f" and sources of {plan.cache.source_capacity:,}" if plan.config.source is not None else ""
     parts = plan.weights + plan.compressor, plan.pool + plan.spilling.host, plan.scratch + plan.activations
     weights, cache, work = map(_shown, parts)
+    rows, tiers = counted(plan.cache.rows, "row"), f", tiers {_shown(plan.tiers)}" if plan.tiers else ""
     message = (
-        f"{plan.cache.rows:,} rows of {plan.cache.capacity:,} tokens{sources} need {_shown(plan.total)} (weights "
-        f"{weights}, cache {cache}, work {work}{f', tiers {_shown(plan.tiers)}' if plan.tiers else ''}) "
+        f"{rows} of {plan.cache.capacity:,} tokens{sources} {'needs' if plan.cache.rows == 1 else 'need'} "
+        f"{_shown(plan.total)} (weights {weights}, cache {cache}, work {work}{tiers}) "
         f"and {_shown(available)} is available"
     )
     raise MemoryPlanError(message, _advice(plan, available))
@@ -332,6 +335,8 @@ def _advice(plan: MemoryPlan, available: int) -> str:
     found = fits(plan, available)
     if not found:
         least = plan.total - plan.pool - plan.scratch
+        if plan.tiers > available:
+            return "give the tiers less memory: --tier-ram"
         hint = f"no row fits: without any cache it takes {_shown(least)}; smaller weights or a smaller dtype would"
         return "; or ".join([hint, *_smaller(plan, available)])
     same_length = [fit for fit in found if fit.capacity == plan.cache.capacity][-1:]

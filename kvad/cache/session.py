@@ -80,7 +80,7 @@ def load_state(
             regime, salt = str(header.facts["regime"]), str(header.facts["salt"])
             different = list(identity(regime, salt).differs(header.identity))
             if different:
-                raise _other(path, "; ".join(different))
+                raise _other(path, "; ".join(different), header.facts["said"].get("model"))
             return _read(entry, memory, regime, salt, home)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise EntryError(
@@ -130,9 +130,13 @@ def _check(path: Path, state: State, memory: Memory) -> None:
             raise EntryError(f"{path}: the arrays of group {number} are not what its marks say", why="alien")
 
 
-def _other(path: Path, what: str) -> EntryError:
+def _other(path: Path, what: str, model: object = None) -> EntryError:
+    """``model``: where it was loaded from, as its writer says."""
+    with_what = f": the model was {model}" if model else ""
     return EntryError(
-        f"{path}: it does not belong to this model and cache: {what}", "open it with what it was made with", why="other"
+        f"{path}: it does not belong to this model and cache: {what}",
+        f"open it with what it was made with{with_what}",
+        why="other",
     )
 
 

@@ -21,11 +21,12 @@ from kvad.cache.disk import DISK, Disk
 from kvad.cache.entry import Header, open_entry, read_header
 from kvad.errors import EntryError, UsageError
 
-__all__ = ["KIND", "SUFFIX", "VARIABLE", "Found", "default_folder", "examined", "history", "is_folder", "is_name"]
-__all__ += ["listed", "named", "sweep"]
+__all__ = ["KIND", "SUFFIX", "VARIABLE", "Found", "check_ours", "default_folder", "examined", "history", "is_folder"]
+__all__ += ["is_name", "listed", "named", "sweep"]
 
 KIND, SUFFIX = "session", ".session"
 VARIABLE = "KVAD_SESSIONS"
+SHOWN = 80  # characters of what is no name
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -54,14 +55,28 @@ def is_name(name: str) -> bool:
 def named(name: str, folder: Path) -> Path:
     """The file of a session.  UsageError: no name, or one that leads out of the folder."""
     if not is_name(name):
+        shown = name if len(name) <= SHOWN else f"{name[:SHOWN]}..."
         raise UsageError(
-            f"{name!r} is no name of a session",
+            f"{shown!r} is no name of a session",
             "letters, digits, . _ and -, at most 64, the first a letter or a digit",
         )
     path = folder / f"{name}{SUFFIX}"
     if path.resolve().parent != folder.resolve():
         raise UsageError(f"session {name!r}: {path} leads out of its folder", "kvad follows no link there")
     return path
+
+
+def check_ours(path: Path, disk: Disk = DISK) -> None:
+    """Before a session is written to ``path``: EntryError where a file is there that is none, damaged or not, for
+    nothing of it would be left.  OSError as the disk says it."""
+    try:
+        kind = read_header(path, disk).kind
+    except EntryError as error:
+        if error.why == "alien":
+            raise
+        return
+    if kind != KIND:
+        raise EntryError(f"{path}: it is a {kind}, no session", "it is left as it is", why="alien")
 
 
 def is_folder(folder: Path) -> bool:
@@ -85,7 +100,10 @@ def examined(folder: Path, disk: Disk = DISK) -> Iterator[Found]:
         what = "is being written" if alive else f"process {left.pid} died while it wrote {left.name}"
         yield Found(left.path, "writing" if alive else "leftover", what)
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if not path.name.startswith(".") and not path.is_dir():
+        if path.is_dir():
+            if path.suffix == SUFFIX:  # in the way of a session
+                yield Found(path, "alien", "it is a folder")
+        elif not path.name.startswith("."):
             yield _looked(path, disk, whole=True)
 
 
@@ -111,10 +129,11 @@ def sweep(folder: Path, disk: Disk = DISK) -> int:
 
 def _looked(path: Path, disk: Disk, *, whole: bool) -> Found:
     try:
-        if not whole:
-            return Found(path, "whole", header=read_header(path, disk))
         with open_entry(path, disk) as entry:
-            entry.check()
+            if path.suffix == SUFFIX and entry.header.kind != KIND:
+                return Found(path, "alien", f"{path}: it is a {entry.header.kind}, no session")
+            if whole:
+                entry.check()
             return Found(path, "whole", header=entry.header)
     except EntryError as error:
         return Found(path, "alien" if error.why == "alien" else "torn", error.message)

@@ -66,7 +66,8 @@ class ShelfStats:
 
 
 class Shelf:
-    """Open ``folder``, made if need be.  BlockingIOError: another process has it; OSError as the disk says it."""
+    """Open ``folder``, made if need be; ``pinned`` is asked under its lock for the keys that are never evicted, before
+    any is.  BlockingIOError: another process has it; OSError as the disk says it."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class Shelf:
         *,
         replacement: str = "lru",
         reserve: int = RESERVE,
+        pinned: Callable[[], Iterable[str]] = tuple,
         disk: Disk = DISK,
     ) -> None:
         if limit < 1:
@@ -89,7 +91,6 @@ class Shelf:
         self._bytes = self._hits = self._read = self._written = 0
         self._evictions = self._refused = self._failures = self._bad_reads = self._swept = 0
         self._misses: Counter[str] = Counter()
-        self._pinned: frozenset[str] = frozenset()
         self._off, self._closed = "", False
         disk.folder(folder)
         file = disk.lock(folder / LOCK)
@@ -97,6 +98,7 @@ class Shelf:
         try:
             self._swept = sweep(folder, disk)
             found = sorted(disk.scan(folder), key=lambda each: (each.used_ns, each.name))
+            self._pinned = frozenset(pinned())
         except BaseException:
             self.release()
             raise
@@ -120,11 +122,6 @@ class Shelf:
         """Is what is stored from now on written?"""
         return not self._off
 
-    def pin(self, keys: Iterable[str]) -> None:
-        """These, and no others, are never evicted."""
-        with self._lock:
-            self._pinned = frozenset(keys)
-
     def keep(self, keys: Sequence[str]) -> None:
         """Pin these beside those that are, and flush them.  EntryError: one is not there; OSError as the disk says
         it."""
@@ -133,7 +130,9 @@ class Shelf:
             if missing:
                 why = self._off or "there is no room"
                 raise EntryError(
-                    f"{self.folder}: {len(missing)} of {len(keys)} blocks are not stored: {why}", why="missing"
+                    f"{self.folder}: {len(missing)} of {len(keys)} blocks are not stored: {why}",
+                    "give it more bytes (--tier-bytes), or another folder (--tier)",
+                    why="missing",
                 )
             self._pinned |= frozenset(keys)
         for key in keys:

@@ -149,7 +149,9 @@ class CacheConfig:
         if self.tier is not None and not self.tier:
             raise ConfigError("cache.tier: a folder without a name", "name one, or leave it out")
         if self.tier is None and (self.tier_bytes is not None or self.tier_replacement != "lru"):
-            raise ConfigError("cache.tier_bytes: there is no tier that it could be of", "name its folder: cache.tier")
+            raise ConfigError(
+                "cache.tier_bytes: there is no tier that it could be of", "name its folder: --tier FOLDER"
+            )
         if self.tier_replacement not in ("lru", "arc"):
             raise ConfigError(
                 f"cache.tier_replacement: {self.tier_replacement!r}", nearest(self.tier_replacement, ("lru", "arc"))

@@ -47,7 +47,9 @@ bench.add_command(endless)
 @click.option("--prompt", default="", help="What to continue [default: the opening token].")
 @format_options
 @click.option("--repeats", type=int, default=3, show_default=True, help="Every number is the median of so many runs.")
-@click.option("--out", type=click.Path(path_type=Path), help="A folder for the JSON lines and the figure.")
+@click.option(
+    "--out", metavar="FOLDER", type=click.Path(path_type=Path), help="A folder for the JSON lines and the figure."
+)
 @json_option
 def cache(
     model: Path,

@@ -21,6 +21,7 @@ from kvad.cache.sessions import SUFFIX, default_folder, is_name, named
 from kvad.cli.common import format_bytes, model_argument
 from kvad.cli.dialogue import Dialogue, Turn, dialogue_of, kept_ids
 from kvad.cli.generate import note_empty
+from kvad.cli.helping import Sectioned
 from kvad.cli.lines import look
 from kvad.cli.policies import ending, forgotten, policies_asked
 from kvad.cli.running import (
@@ -58,7 +59,7 @@ COMMANDS = ("/help", "/stats", "/kv", "/save", "/load", "/undo", "/quit")
 FORMAT = 1
 
 
-@click.command()
+@click.command(cls=Sectioned)
 @model_argument
 @sampling_options
 @cache_options
@@ -70,6 +71,7 @@ def chat(model: Path, **options: Any) -> None:
 
     \b
     kvad chat runs/demo --max-tokens 64 --temperature 0.7 --stop "\\n\\n"
+    kvad chat runs/demo --on-full sinks
     kvad chat ./Qwen3-0.6B --system "You answer in verse."
     """
     given = read_sampling(options)
@@ -89,6 +91,8 @@ def chat(model: Path, **options: Any) -> None:
                     break
             except KvadError as error:
                 _say(f"kvad: error: {error.message}" + (f"; {error.hint}" if error.hint else ""))
+            except OSError as error:  # a path that cannot be: the chat is worth more than it
+                _say(f"kvad: error: {error.filename}: {error.strerror}")
 
 
 def _say(text: str) -> None:
@@ -244,9 +248,13 @@ class _Chat:
 
         said = f"{counted(len(self.turns), 'turn')} {'is' if len(self.turns) == 1 else 'are'} in"
         session, path = self._files(where)
+        spills = self.llm.engine.ledger.spills
+        if path is None and spills:
+            raise UsageError("what a row has spilled is not saved", "/save FILE.json keeps the text, to be read again")
         if path is not None:
+            _check_ours(path)
             write_text(path, json.dumps(self._content(), ensure_ascii=False, indent=1) + "\n")
-        if self.turns:
+        if self.turns and not spills:
             last = self.turns[-1]
             self.session.tokens = self.dialogue.prompt(self.turns[:-1], last.typed, last.typed_ids)
             self.session.tokens += last.reply_ids
@@ -255,7 +263,7 @@ class _Chat:
         elif path is None:
             raise UsageError("there is nothing to save yet")
         else:
-            said += f" {path}"
+            said += f" {path}" + ("; what the cache holds of it is not kept, for its rows spill" if spills else "")
         _say(said)
 
     def _content(self) -> dict[str, Any]:
@@ -275,7 +283,14 @@ class _Chat:
         session, path = self._files(where)
         if path is None and not session.exists():
             path = Path(where)  # as chats were saved before there were sessions
-        content = self._read_json(path) if path is not None else read_header(session).facts.get("said", {}).get("chat")
+        if path is None:
+            content = read_header(session).facts.get("said", {}).get("chat")
+        elif where == path.name and not path.exists():
+            raise UsageError(
+                f"there is no session {where} in {self.folder}, and no file {where} here", "kvad session list"
+            )
+        else:
+            content = self._read_json(path)
         try:
             turns = self._turns(content)
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -312,3 +327,15 @@ class _Chat:
         else:
             ids = [(tuple(self.tokenizer.encode(a)), tuple(self.tokenizer.encode(b))) for a, b in texts]
         return [Turn(a, c, b, d) for (a, b), (c, d) in zip(texts, ids, strict=True)]
+
+
+def _check_ours(path: Path) -> None:
+    """UsageError: there is a file that /save did not write, and nothing of it would be left."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or "kvad_chat" not in content:
+        raise UsageError(f"{path} is not a chat that /save wrote, and stays as it is", "choose another name")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["console", "emit_json", "format_bytes", "json_line", "json_option", "model_argument", "parse_bytes"]
-__all__ += ["FORMAT", "given", "token_ids", "words_folder"]
+__all__ += ["FORMAT", "SIZE", "given", "token_ids", "words_folder"]
 
 # Whether the folder is a checkpoint is for kvad.checkpoint to say: it names what is missing.
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
@@ -42,7 +42,19 @@ class _FormatName(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
-FORMAT = _FormatName()
+class _Size(click.ParamType[int]):
+    """Bytes, as :func:`parse_bytes` reads them; 0 too."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return 0 if value in ("0", 0) else parse_bytes(str(value))
+        except UsageError as error:
+            self.fail(f"{error.message}: {error.hint}", param, ctx)
+
+
+FORMAT, SIZE = _FormatName(), _Size()
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?b?)\s*", re.IGNORECASE)
 

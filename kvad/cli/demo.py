@@ -34,7 +34,7 @@ PROMPT = "def "
 
 @click.command()
 @click.option("--minutes", type=float, default=2.0, show_default=True, help="How long to train.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
+@click.option("--out", metavar="FOLDER", type=click.Path(path_type=Path), default=Path("runs/demo"), show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the weights, the data's order, the sample.")
 @click.option("--repeats", type=int, default=2, show_default=True, help="Of every timing.")
 @json_option

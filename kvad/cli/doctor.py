@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvad.cache.sessions import Found, examined, is_folder
-from kvad.cli.common import emit_json, json_option, model_argument
+from kvad.cli.common import emit_json, json_option
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,18 +31,20 @@ TODO = {
 
 
 @click.command()
-@model_argument
+@click.argument("model", metavar="MODEL|FOLDER", type=click.Path(path_type=Path))
 @click.option("--fix", is_flag=True, help="Remove what dead writers left, and of a tier's folder what is damaged.")
 @click.option("--torn", is_flag=True, help="With --fix, of a folder of sessions: remove damaged files, too.")
 @json_option
 def doctor(model: Path, fix: bool, torn: bool, as_json: bool) -> None:
     """Look a checkpoint over: kvad's own, or a Hugging Face folder; or a folder of sessions, or of a tier.
 
-    Headers, tensors against the config, weights that are not finite, the tokenizer against the vocabulary, sha256 sums.
-    Of sessions: whole, torn, alien (not ours), or left behind by a process that died.  A line for each: `ok`, or
-    `problem` and what to do.  Every byte is read.  Exit code 1 when there is a problem.
+    A line for each thing looked at: `ok`, or `problem` and what to do.  Every byte is read.  Exit code 1: there is a
+    problem.
 
-    A tier's folder: blocks that are whole, torn, alien, and what a dead writer left.
+    Of a checkpoint: headers, tensors against the config, weights that are not finite, the tokenizer against the
+    vocabulary, sha256 sums.  Of the folders: what is whole, torn (damaged), alien (not ours) or left by a process that
+    died.  --fix removes of a tier what is torn or left (it is computed again), of sessions what is left; what is alien
+    it never touches.
 
     \b
     kvad doctor runs/demo

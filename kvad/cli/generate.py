@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvad.cli.common import emit_json, json_option, model_argument, token_ids
+from kvad.cli.helping import Sectioned
 from kvad.cli.policies import ending, policies_asked
 from kvad.cli.running import Interrupt, Meter, RunStats, cache_options, open_llm, read_stdin, stats_lines
 from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
@@ -30,7 +31,7 @@ __all__ = ["generate", "note_empty"]
 Prompt = str | list[int]
 
 
-@click.command()
+@click.command(cls=Sectioned)
 @model_argument
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]...|-")
 @sampling_options
@@ -51,6 +52,8 @@ def generate(model: Path, prompt: tuple[str, ...], **options: Any) -> None:
     kvad generate runs/demo "def " --max-tokens 64 --temperature 0
     kvad generate runs/demo "import " "class " --n 2 --seed 7 --stats
     kvad generate runs/demo "class " --endless
+    kvad generate runs/demo - --context 128 --on-full spill --stats < long.txt
+    kvad generate runs/demo "def " --tier cache --stats
     """
     if options["echo"] and options["as_json"]:
         raise click.UsageError("--echo and --json both given: the JSON has every prompt.")

@@ -24,6 +24,7 @@ from click.shell_completion import CompletionItem, shell_complete
 
 from kvad import __version__
 from kvad.cli.completion import COMPLETE_VARIABLE
+from kvad.cli.helping import in_our_words
 from kvad.errors import KvadError, nearest
 
 __all__ = ["COMMANDS", "LazyGroup", "cli", "explain", "main"]
@@ -133,7 +134,7 @@ class LazyGroup(click.Group):
                 raise
             raise KvadError(f"{cmd_name!r} is not part of this installation: {module} is missing") from error
         assert isinstance(command, click.Command), f"{module}:{attribute} is not a click command"
-        return _accept_debug(command)
+        return in_our_words(_accept_debug(command))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

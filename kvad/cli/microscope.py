@@ -41,7 +41,11 @@ def microscope_options(command: Command) -> Command:
             "--prompt", multiple=True, metavar="TEXT", help="Of --cache: what to run; repeatable, - is stdin."
         ),
         click.option(
-            "--file", multiple=True, type=click.Path(path_type=Path), help="Of --cache: a prompt, from a file."
+            "--file",
+            multiple=True,
+            metavar="FILE",
+            type=click.Path(path_type=Path),
+            help="Of --cache: a prompt, from a file.",
         ),
         click.option("--ids", is_flag=True, default=None, help="Of --cache: prompts are token ids: '12 7 99'."),
         click.option("--tokens", type=int, metavar="N", help=f"Of --cache: so many to generate [default: {TOKENS}]."),
@@ -59,7 +63,10 @@ def microscope_options(command: Command) -> Command:
         click.option("--context", type=int, help="Of the cache: tokens of the longest row [default: as asked]."),
         click.option("--token", multiple=True, type=int, metavar="I", help="Of --cache: tell this token's story."),
         click.option(
-            "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help="Of --cache: write a page."
+            "--html",
+            metavar="FILE",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help="Of --cache: write a page.",
         ),
     ]
     for option in reversed(options):

@@ -13,6 +13,7 @@ import click
 
 from kvad.cache.formats import FORMATS
 from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
+from kvad.cli.helping import Sectioned
 from kvad.cli.policies import park_ram_option, policies_asked, policy_options
 from kvad.cli.tiers import tier_options, tiers_asked
 from kvad.errors import UsageError, nearest
@@ -41,28 +42,35 @@ class _Counts(click.ParamType[tuple[int, ...]]):
 COUNTS = _Counts()
 
 
-@click.command()
+@click.command(cls=Sectioned)
 @click.argument("target", metavar="CONFIG|MODEL|SHAPE", required=False)
 @click.option("--shapes", is_flag=True, help="List the shapes known by name.")
 @click.option("--context", type=COUNTS, help="Tokens of the longest row [default: the model's limit].")
 @click.option("--source-context", type=int, help="Tokens of the longest source [default: the source's limit].")
 @click.option("--rows", type=COUNTS, help="Live sequences [default: 8].")
-@click.option("--dtype", help="What the cache stores [default: the weights' dtype].")
-@click.option("--cache-keys", help="The same, of keys alone.")
-@click.option("--cache-values", help="The same, of values alone.")
-@click.option("--weights-dtype", help="[default: what the checkpoint stores, else float32]")
+@click.option("--dtype", metavar="FORMAT", help="What the cache stores [default: the weights' dtype].")
+@click.option("--cache-keys", metavar="FORMAT", help="The same, of keys alone.")
+@click.option("--cache-values", metavar="FORMAT", help="The same, of values alone.")
+@click.option("--weights-dtype", metavar="DTYPE", help="[default: what the checkpoint stores, else float32]")
 @click.option("--layout", type=click.Choice(LAYOUTS), default="paged", show_default=True)
 @click.option("--block-size", type=int, default=16, show_default=True, help="Slots of a block (paged).")
 @policy_options
 @park_ram_option
 @tier_options
-@click.option("--compressor", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries: its folder.")
+@click.option(
+    "--compressor", metavar="FOLDER", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries."
+)
 @click.option("--deterministic", is_flag=True, help="The same bits in any batch: what its tiles take.")
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
 @click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
 @click.option("--fit", metavar="SIZE", help="What could I run in 8GiB?  Several --context and --rows are for this.")
 @click.option("--ratios", default="0.75", show_default=True, help="With --fit: shares of a row to drop, as 0.5,0.75.")
-@click.option("--prices", type=click.Path(path_type=Path), help="With --fit: your own bench cache-quality's --out.")
+@click.option(
+    "--prices",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="With --fit: your own bench cache-quality's --out.",
+)
 @click.option("--mesh", metavar="TxP", help="Bytes of each rank: T tensor ranks by P stages, as 2x1.")
 @click.option("--bandwidth", type=float, metavar="GB/s", help="Memory bandwidth [default: measured here].")
 @json_option
@@ -102,6 +110,7 @@ def plan(
     kvad plan llama-3-8b --weights-dtype bfloat16 --fit 24GiB --context 8192 --rows 1,4
     kvad plan smollm-135m --cache-keys int8 --cache-values int4
     kvad plan gpt2 --policy "sinks(4, 252)"
+    kvad plan gpt2 --context 256 --on-full spill --spill-ram 64MiB --park-ram 256MiB
     kvad plan llama-3-8b --weights-dtype bfloat16 --context 8192 --rows 8 --mesh 4x1
     """
     from kvad.cache.available import available_bytes

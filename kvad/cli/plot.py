@@ -13,7 +13,14 @@ __all__ = ["plot"]
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE.jsonl...", type=click.Path(path_type=Path))
-@click.option("-o", "--out", multiple=True, type=click.Path(path_type=Path), help="PNG, SVG or PDF; may be repeated.")
+@click.option(
+    "-o",
+    "--out",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="PNG, SVG or PDF; may be repeated.",
+)
 @click.option("--x", "x", default="step", show_default=True, help="The key of the horizontal axis.")
 @click.option(
     "--y", "y", multiple=True, help="A key to draw; may be repeated.  [default: the losses of a training run]"

@@ -13,7 +13,7 @@ import click
 from kvad.cache.full import ON_FULL, LimitName, with_endless
 from kvad.cache.named import ABOUT
 from kvad.cache.sizing import CacheConfig
-from kvad.cli.common import given, parse_bytes
+from kvad.cli.common import SIZE, given
 from kvad.errors import UsageError, counted
 
 if TYPE_CHECKING:
@@ -32,20 +32,8 @@ def _table(first: str, lines: Mapping[str, str]) -> str:
     return "\n".join([first, "", "\b", *(f"{name:<{width}}  {text}" for name, text in lines.items())])
 
 
-class _Size(click.ParamType[int]):
-    """``512MiB``; 0 too."""
-
-    name = "SIZE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return 0 if value in ("0", 0) else parse_bytes(str(value))
-        except UsageError as error:
-            self.fail(str(error), param, ctx)
-
-
 park_ram_option = click.option(
-    "--park-ram", type=_Size(), help="Host memory for rows that give way to others [default: for those that must]."
+    "--park-ram", type=SIZE, help="Host memory for rows that give way to others [default: for those that must]."
 )
 _ENDLESS = click.option("--endless", is_flag=True, help="Rows have no end; without --policy: --on-full sinks.")
 _OTHERS = (
@@ -55,8 +43,10 @@ _OTHERS = (
         "--on-full", metavar="NAME", help=_table("When a row or the pool is full [default: preempt].", ON_FULL)
     ),
     click.option("--watermark", type=float, help="Share of the blocks that an admission leaves free [default: 0]."),
-    click.option("--spill-dir", metavar="FOLDER", help="Where spilled tokens lie [default: the user's cache folder]."),
-    click.option("--spill-ram", metavar="SIZE", help="Host memory for them, before any goes to disk [default: 1GiB]."),
+    click.option("--spill-dir", metavar="FOLDER", help="Where the others lie [default: the user's cache folder]."),
+    click.option(
+        "--spill-ram", type=SIZE, help="Host memory for spilled tokens, before any go to disk [default: 1GiB]."
+    ),
 )
 
 
@@ -74,9 +64,11 @@ def short_policy_options(command: Command) -> Command:
 def policies_asked(options: Mapping[str, Any]) -> dict[str, Any]:
     """What of them was said, as fields of CacheConfig.  ConfigError for a value that no model's cache could have."""
     said = with_endless({name: value for name, value in given(options, FIELDS).items() if value is not False})
-    if "spill_ram" in said:
-        said["spill_ram"] = 0 if said["spill_ram"] == "0" else parse_bytes(said["spill_ram"])
     CacheConfig(capacity=1, **said)
+    unread = [name for name in ("spill_ram", "spill_dir") if name in said]
+    if unread and said.get("on_full") != "spill" and "spilled(" not in said.get("policy", ""):
+        flag = f"--{unread[0].replace('_', '-')}"
+        raise UsageError(f"{flag}: nothing is spilled", "--on-full spill, or --policy 'spilled(N)', spills")
     return said
 
 

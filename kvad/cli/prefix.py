@@ -14,9 +14,10 @@ import click
 from kvad.cache.pins import Pin, find_pin, read_pins, remove_pin
 from kvad.cache.shelf import Shelf
 from kvad.cli.common import emit_json, format_bytes, json_option, model_argument
+from kvad.cli.helping import Sectioned
 from kvad.cli.running import cache_options, open_llm, read_stdin
 from kvad.cli.tiers import default_tier
-from kvad.errors import DataError, UsageError, counted
+from kvad.errors import DataError, RequestError, UsageError, counted
 
 __all__ = ["prefix"]
 
@@ -26,7 +27,10 @@ EVERYTHING = 1 << 62  # bytes: nothing is evicted where a folder is only tidied
 
 def _tier_option(command: Command) -> Command:
     what = click.option(
-        "--tier", type=click.Path(path_type=Path), help="The folder [default: kvad/tier in your cache]."
+        "--tier",
+        metavar="FOLDER",
+        type=click.Path(path_type=Path),
+        help="Where [default: kvad/tier in your cache folder].",
     )
     return what(command)
 
@@ -42,11 +46,13 @@ def prefix() -> None:
     """
 
 
-@prefix.command()
+@prefix.command(cls=Sectioned)
 @model_argument
-@click.option("--prompt", help="The text.")
-@click.option("--file", type=click.Path(path_type=Path), help="A file with the text; `-` is standard input.")
-@click.option("--name", required=True, help="What it is called from now on.")
+@click.option("--prompt", metavar="TEXT", help="The text; - reads standard input.")
+@click.option(
+    "--file", metavar="FILE", type=click.Path(path_type=Path), help="A file of it, UTF-8; - is standard input."
+)
+@click.option("--name", metavar="NAME", required=True, help="What it is called from now on.")
 @cache_options
 @json_option
 def add(model: Path, prompt: str | None, file: Path | None, name: str, as_json: bool, **options: Any) -> None:
@@ -54,14 +60,23 @@ def add(model: Path, prompt: str | None, file: Path | None, name: str, as_json: 
 
     A request finds them if it begins with the same tokens and its cache is of the same kind: give the same
     --cache-dtype, --policy and --block-size.  An equal name is replaced.
+
+    \b
+    kvad prefix add runs/demo --file system.txt --name system --tier cache
+    kvad prefix add runs/demo --prompt - --name system --cache-dtype int8 < system.txt
     """
     if (prompt is None) == (file is None):
         raise click.UsageError("give the text with --prompt, or its --file")
-    text = prompt if prompt is not None else _read(file)
+    text = _read(file) if prompt is None else read_stdin() if prompt == "-" else prompt
     options["tier"] = options["tier"] or default_tier()
     from kvad.engine.prefixes import keep_prefix
 
     with open_llm(model, options, rows=1) as llm:
+        if llm.model.config.kind == "encoder-decoder":
+            raise RequestError(
+                "what an encoder-decoder keeps of a text depends on its source: there is no prefix for many requests",
+                "kvad session save keeps one text with its source",
+            )
         pin = keep_prefix(llm.engine, llm.encode(text), name, text)
     told = _told(options["tier"], pin)
     if as_json:
@@ -74,7 +89,11 @@ def add(model: Path, prompt: str | None, file: Path | None, name: str, as_json: 
 @_tier_option
 @json_option
 def list_(tier: Path | None, as_json: bool) -> None:
-    """The prefixes of a folder."""
+    """The prefixes of a folder.
+
+    \b
+    kvad prefix list --tier cache --json
+    """
     folder = _folder(tier)
     told = [_told(folder, pin) for pin in read_pins(folder)]
     if as_json:
@@ -91,7 +110,11 @@ def list_(tier: Path | None, as_json: bool) -> None:
 @_tier_option
 @json_option
 def show(name: str, tier: Path | None, as_json: bool) -> None:
-    """What one prefix is, and what it belongs to."""
+    """What one prefix is, and what it belongs to.
+
+    \b
+    kvad prefix show system --tier cache
+    """
     folder = _folder(tier)
     pin = find_pin(folder, name)
     told = {**_told(folder, pin), "identity": dict(pin.identity)}
@@ -110,7 +133,11 @@ def show(name: str, tier: Path | None, as_json: bool) -> None:
 @_tier_option
 @json_option
 def rm(name: str, tier: Path | None, as_json: bool) -> None:
-    """Forget a prefix, and remove the blocks that no other one has."""
+    """Forget a prefix, and remove the blocks that no other one has.
+
+    \b
+    kvad prefix rm system --tier cache
+    """
     folder = _folder(tier)
     pin = find_pin(folder, name)
     others = {key for other in read_pins(folder) if other.name != name for key in other.keys}
@@ -145,7 +172,7 @@ def _read(file: Path | None) -> str:
 def _folder(tier: Path | None) -> Path:
     folder = default_tier() if tier is None else tier
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder", "name the tier's: --tier DIR")
+        raise UsageError(f"{folder} is no folder", "name the tier's: --tier FOLDER")
     return folder
 
 

@@ -41,7 +41,12 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
     metavar="NAME,...",
     help="As in full,int8,snapkv,snapkv+int8; full is always among them.  [default: all names that this build has]",
 )
-@click.option("--compressor", type=click.Path(path_type=Path), help="Of this model's: its summaries, beside the means.")
+@click.option(
+    "--compressor",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="Of this model's: its summaries, beside the means.",
+)
 @click.option("--ratios", default="0.25,0.5,0.75,0.875", show_default=True, help="Shares of the cache to drop.")
 @click.option("--kinds", default="single,many,chain", show_default=True, help="Tasks: a needle, one of many, a chain.")
 @click.option("--lengths", metavar="N,...", help="Tokens of a task.  [default: 1/8 to all of the limit, 2048 at most]")
@@ -49,7 +54,7 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
 @click.option("--tasks", type=int, default=8, show_default=True, help="Of each length and depth.")
 @click.option("--texts", type=int, default=8, show_default=True, help="Rows of text for the perplexity; 0: none.")
 @click.option("--text-length", type=int, help="Tokens of such a row.  [default: the longest of the lengths]")
-@click.option("--text", "files", multiple=True, type=click.Path(path_type=Path), help=TEXT_HELP)
+@click.option("--text", "files", multiple=True, metavar="FILE", type=click.Path(path_type=Path), help=TEXT_HELP)
 @click.option("--language", type=click.Choice(["auto", "lookup", "english"]), default="auto", show_default=True)
 @click.option(
     "--asked",
@@ -69,7 +74,10 @@ TEXT_HELP = "A text file to read, more than one in order.  [default: held-out so
 @click.option("--rows", type=int, default=8, show_default=True, help="Tasks at a time.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the tasks.")
 @click.option(
-    "--out", type=click.Path(path_type=Path), help="A folder for lines and figures; found there, gone on from."
+    "--out",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="A folder for lines and figures; found there, gone on from.",
 )
 @click.option("--overwrite", is_flag=True, help="Let what --out holds give way.")
 @json_option
@@ -137,8 +145,8 @@ def cache_quality(
 @click.option("--tokens", type=int, default=100_000, show_default=True, help="Of the stream.")
 @click.option("--span", type=int, default=10_000, show_default=True, help="Tokens of which one perplexity is made.")
 @click.option("--chunk", type=int, default=16, show_default=True, help="Tokens in one step.")
-@click.option("--text", "files", multiple=True, type=click.Path(path_type=Path), help=TEXT_HELP)
-@click.option("--out", type=click.Path(path_type=Path), help="A folder for the result and a figure.")
+@click.option("--text", "files", multiple=True, metavar="FILE", type=click.Path(path_type=Path), help=TEXT_HELP)
+@click.option("--out", metavar="FOLDER", type=click.Path(path_type=Path), help="A folder for the result and a figure.")
 @json_option
 def endless(
     model: Path,

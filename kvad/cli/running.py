@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvad.cache.formats import FORMATS
 from kvad.cli.common import FORMAT, format_bytes
 from kvad.cli.gave_way import gave_way, gave_way_lines
 from kvad.cli.policies import park_ram_option, policies_asked, policy_options
@@ -49,9 +50,14 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 ENDS = {"max_tokens": "--max-tokens", "model": "the model's limit", "cache": "the cache's", "pool": "a full pool"}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FORMAT_OPTIONS = (
-    click.option("--cache-dtype", type=FORMAT, help="What is stored [default: the model's]."),
-    click.option("--cache-keys", type=FORMAT, help="The same, of keys alone."),
-    click.option("--cache-values", type=FORMAT, help="The same, of values alone."),
+    click.option(
+        "--cache-dtype",
+        metavar="FORMAT",
+        type=FORMAT,
+        help=f"What is stored: {', '.join(FORMATS)} [default: the model's].",
+    ),
+    click.option("--cache-keys", metavar="FORMAT", type=FORMAT, help="The same, of keys alone."),
+    click.option("--cache-values", metavar="FORMAT", type=FORMAT, help="The same, of values alone."),
 )
 
 
@@ -69,11 +75,21 @@ def cache_options(command: Command) -> Command:
         click.option("--context", type=int, help="Tokens of the longest row [default: the model's limit]."),
         click.option("--blocks", type=int, help="Blocks of the pool [default: for every row at its longest]."),
         park_ram_option,
-        click.option("--park-dir", type=click.Path(path_type=Path), help="Where rows go for which that is too little."),
+        click.option(
+            "--park-dir",
+            metavar="FOLDER",
+            type=click.Path(path_type=Path),
+            help="Where rows go for which that is too little.",
+        ),
         deterministic_option,
         policy_options,
         tier_options,
-        click.option("--compressor", type=click.Path(path_type=Path), help="What makes a hierarchy's summaries."),
+        click.option(
+            "--compressor",
+            metavar="FOLDER",
+            type=click.Path(path_type=Path),
+            help="What makes a hierarchy's summaries.",
+        ),
     ]
     for option in reversed(options):
         command = option(command)

@@ -17,12 +17,13 @@ import click
 from kvad.cache.entry import Header, read_header
 from kvad.cache.formats import joined
 from kvad.cache.full import GOES_ON
-from kvad.cache.sessions import KIND, VARIABLE, default_folder, history, listed, named, sweep
+from kvad.cache.sessions import KIND, VARIABLE, check_ours, default_folder, history, listed, named, sweep
 from kvad.cli.common import emit_json, format_bytes, json_option, model_argument, words_folder
+from kvad.cli.helping import Sectioned
 from kvad.cli.policies import policies_asked
 from kvad.cli.running import Interrupt, cache_options, open_llm, read_stdin
 from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
-from kvad.errors import EntryError, UsageError, counted
+from kvad.errors import EntryError, SaveError, UsageError, counted
 
 __all__ = ["as_saved", "session", "sessions_option"]
 
@@ -33,7 +34,7 @@ name_argument = click.argument("name", metavar="NAME")
 sessions_option = click.option(
     "--sessions",
     envvar=VARIABLE,
-    metavar="DIR",
+    metavar="FOLDER",
     type=click.Path(path_type=Path, file_okay=False),
     help=f"Where sessions are [default: {VARIABLE}, else the user's data folder].",
 )
@@ -42,7 +43,7 @@ sessions_option = click.option(
 def prompt_options(command: Command) -> Command:
     options = [
         click.option("--prompt", metavar="TEXT", help="What is added to the session; - reads standard input."),
-        click.option("--file", type=click.Path(path_type=Path, dir_okay=False), help="A file of it, UTF-8."),
+        click.option("--file", metavar="FILE", type=click.Path(path_type=Path), help="A file of it, UTF-8."),
         click.option("--source", metavar="TEXT", help="Of an encoder-decoder, with the first text: what it answers."),
     ]
     for option in reversed(options):
@@ -61,7 +62,7 @@ def session() -> None:
     """
 
 
-@session.command()
+@session.command(cls=Sectioned)
 @model_argument
 @name_argument
 @prompt_options
@@ -83,8 +84,8 @@ def save(model: Path, name: str, over: bool, as_json: bool, **options: Any) -> N
     if path.exists() and not over:
         raise UsageError(f"session {name} exists", "--replace writes over it; kvad session load goes on with it")
     policies_asked(options)
+    _prepare(path)
     with open_llm(model, options, rows=1) as llm:
-        sweep(path.parent)
         opened = llm.session()
         opened.path, opened.name = path, name
         opened.read(text, source=options["source"])
@@ -96,7 +97,7 @@ def save(model: Path, name: str, over: bool, as_json: bool, **options: Any) -> N
         click.echo(f"{name}: {counted(tokens, 'token')}, {format_bytes(nbytes)} in {path}")
 
 
-@session.command()
+@session.command(cls=Sectioned)
 @model_argument
 @name_argument
 @prompt_options
@@ -154,7 +155,12 @@ def load(model: Path, name: str, no_save: bool, as_json: bool, **options: Any) -
 @sessions_option
 @json_option
 def list_command(as_json: bool, **options: Any) -> None:
-    """The sessions that there are."""
+    """The sessions that there are.  Files that are damaged, or none of ours, are named as such.
+
+    \b
+    kvad session list
+    kvad session list --sessions /mnt/sessions --json
+    """
     folder = _folder(options)
     sweep(folder)
     found = list(listed(folder))
@@ -178,11 +184,20 @@ def list_command(as_json: bool, **options: Any) -> None:
 
 @session.command()
 @name_argument
-@click.option("--model", type=click.Path(path_type=Path), help="Its model: to show the end of the text.")
+@click.option(
+    "--model", metavar="MODEL", type=click.Path(path_type=Path), help="Its model: to show the end of the text."
+)
 @sessions_option
 @json_option
 def show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
-    """What a session is: of which model, how it is kept, how long; with --model the end of its text."""
+    """What a session is: of which model, how it is kept, how long; with --model the end of its text.
+
+    Its header is read, no more: kvad doctor FOLDER reads every byte.
+
+    \b
+    kvad session show notes
+    kvad session show notes --model runs/demo
+    """
     path = named(name, _folder(options))
     header = _session(path)
     told: dict[str, Any] = {"name": name, "path": path, **_summary(header), "identity": dict(header.identity)}
@@ -196,6 +211,8 @@ def show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
     if as_json:
         emit_json(told)
         return
+    if model is not None:
+        told["end"] = repr(told["end"])
     cache = told.pop("cache")
     told["cache"] = ", ".join(f"{key} {value}" for key, value in cache.items() if value not in (None, False))
     told["bytes"] = f"{told['bytes']:,}"
@@ -210,12 +227,17 @@ def show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
 @sessions_option
 @json_option
 def rm(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Remove sessions."""
+    """Remove sessions.  A file that is none is left as it is.
+
+    \b
+    kvad session rm notes
+    """
     folder = _folder(options)
     paths = [named(name, folder) for name in names]
     for name, path in zip(names, paths, strict=True):
         if not path.exists():
             raise UsageError(f"there is no session {name} in {folder}", "kvad session list has their names")
+        check_ours(path)
     for path in dict.fromkeys(paths):
         path.unlink()
     if as_json:
@@ -240,6 +262,16 @@ def as_saved(options: Mapping[str, Any], header: Header) -> dict[str, Any]:
     if cache.get("on_full") in GOES_ON and options.get("context") is None:
         said["context"] = cache.get("capacity")  # it decides what such a policy keeps
     return {**said, "endless": bool(said["endless"])}
+
+
+def _prepare(path: Path) -> None:
+    """Before a text is computed for it: the folder can be had, and no file that is none of ours stands there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent)
+        check_ours(path)
+    except OSError as error:
+        raise SaveError(f"{path}: {error.strerror}", "name another folder: --sessions FOLDER") from None
 
 
 def _folder(options: Mapping[str, Any]) -> Path:

@@ -24,9 +24,11 @@ __all__ = ["TierUse", "default_tier", "tier_lines", "tier_options", "tier_use", 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _OPTIONS = (
-    click.option("--tier", type=click.Path(path_type=Path), help="A folder that keeps the prefix cache."),
-    click.option("--tier-bytes", metavar="SIZE", help="What the folder may hold [default: 4GiB]."),
-    click.option("--tier-ram", metavar="SIZE", help="Memory for blocks that the pool had to give up [default: none]."),
+    click.option("--tier", metavar="FOLDER", type=click.Path(path_type=Path), help="Keeps the prefix cache."),
+    click.option("--tier-bytes", metavar="SIZE", help="What it may hold [default: 4GiB]."),
+    click.option(
+        "--tier-ram", metavar="SIZE", help="Host memory for blocks that the pool had to give up [default: none]."
+    ),
     click.option("--tier-replacement", metavar="lru|arc", help="Which of its blocks goes first [default: lru]."),
 )
 

@@ -55,8 +55,14 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option(
     "--pairs", multiple=True, type=TWO_PATHS, metavar="SOURCE TARGET", help="Two files; line n of one answers line n."
 )
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="The run's folder.")
-@click.option("--config", "run_file", type=click.Path(path_type=Path), help="A run file (TOML); flags go before it.")
+@click.option("--out", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help="The run's folder.")
+@click.option(
+    "--config",
+    "run_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="A run file (TOML); flags go before it.",
+)
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a key of what is trained.")
 @click.option("--objective", type=click.Choice(["next-token", "compress"]), help="[default: next-token]")
 @click.option("--init", metavar="MODEL", help="Of compress: the model whose cache is compressed.")

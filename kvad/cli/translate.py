@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from kvad.cli.common import given, model_argument
+from kvad.cli.helping import Sectioned
 from kvad.cli.lines import Lines, Task, answered, line_options, look, printer, tell, tokenizer_of
 from kvad.cli.policies import policies_asked, short_policy_options
 from kvad.cli.running import format_options, formats_asked
@@ -32,7 +33,7 @@ class Translation(NamedTuple):
     score: float | None = None  # of a beam search
 
 
-@click.command()
+@click.command(cls=Sectioned)
 @model_argument
 @click.option("--language", metavar="CODE", help="Of the translation, where the model writes several.")
 @click.option("--source-language", metavar="CODE", help="Of the lines, where the model marks it.")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvad.cache.pins import Pin, check_name, write_pin
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
-from kvad.errors import RequestError, SaveError, UsageError
+from kvad.errors import RequestError, SaveError, UsageError, counted
 
 __all__ = ["keep_prefix"]
 
@@ -23,7 +23,10 @@ def keep_prefix(engine: Engine, tokens: Sequence[int], name: str, text: str = ""
     if engine.tiers is None or engine.cache.tier is None or not engine.tiers.on_disk:
         raise UsageError(f"{engine.cache.tier} is not to be had", "another process holds it, or the disk refuses it")
     if len(tokens) < size:
-        raise RequestError(f"{len(tokens)} tokens do not fill a block of {size}", "give a longer prefix")
+        raise RequestError(
+            f"{counted(len(tokens), 'token')} {'does' if len(tokens) == 1 else 'do'} not fill a block of {size}",
+            "give a longer prefix",
+        )
     sampling = Sampling(max_tokens=1, temperature=0, ignore_eos=True)
     engine.submit(tokens, sampling)
     while not engine.idle:

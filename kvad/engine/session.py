@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from kvad.cache.disk import DISK, Disk
 from kvad.cache.identity import Identity
 from kvad.cache.session import load_state, save_state
+from kvad.cache.sessions import check_ours
 from kvad.cache.state import State, agreeing
 from kvad.engine.completion import Completion
 from kvad.engine.desk import Desk, Ticket
@@ -133,8 +134,9 @@ class Session:
     def save(self, path: Path | None = None, **said: Any) -> int:
         """Write the session to its file, or to ``path``; returns its bytes.  Durable when it returns.
 
-        ``said``: more for the file's header, plain JSON.  RequestError: there is nothing yet, or no file; SaveError:
-        the disk refused, and what was there before is whole.
+        ``said``: more for the file's header, plain JSON.  RequestError: there is nothing yet, or no file;
+        EntryError: a file that is no session stands there; SaveError: the disk refused, and what was there before is
+        whole.
         """
         path = self.path if path is None else path
         if path is None:
@@ -146,6 +148,7 @@ class Session:
         facts = {**self._said(), **said}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            check_ours(path, self._disk)
             return save_state(path, state, identity, self.tokens, facts, self._disk)
         except OSError as error:
             raise SaveError(f"{path}: {error.strerror}", "what was there before is whole") from None
@@ -176,6 +179,13 @@ class Session:
     @property
     def _engine(self) -> Engine:
         return self._desk.engine
+
+    @property
+    def _keeps(self) -> bool:
+        """Is what a turn leaves kept for the next?  Elsewhere that finds it as a prefix, or, where rows spill, reads
+        the text again."""
+        ledger = self._engine.ledger
+        return not ledger.prefix and not ledger.spills
 
     def _identity(self, regime: str, salt: str) -> Identity:
         return self._engine.identity(regime, salt=salt, template=self._template)
@@ -216,8 +226,7 @@ class Session:
             chosen = replace(chosen, seed=self.seed)
         if chosen.n > 1 or chosen.beams > 1:
             raise RequestError("a session is one text, without samples or beams beside it", "leave n= and beams= out")
-        keep = not self._engine.ledger.prefix
-        return _Turn(self._queue(tokens, source, chosen, keep=keep), tokens, source, chosen.seed)
+        return _Turn(self._queue(tokens, source, chosen, keep=self._keeps), tokens, source, chosen.seed)
 
     def _queue(self, tokens: Sequence[int], source: Sequence[int] | None, sampling: Sampling, *, keep: bool) -> Ticket:
         state = self._state
@@ -230,7 +239,7 @@ class Session:
     def _end(self, turn: _Turn, text: str, came: Sequence[int], *, whole: bool) -> None:
         usage, tokenizer = turn.ticket.usage, self._texts.tokenizer
         self.reused, self.missed = usage.cached, usage.missed
-        if whole and not self._engine.ledger.prefix:
+        if whole and self._keeps:
             self._state = self._desk.kept(turn.ticket.request)
         self.tokens = turn.tokens + list(came if tokenizer is None else kept_ids(tokenizer, text, came))
         self.source, self.seed = turn.source, turn.seed

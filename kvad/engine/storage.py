@@ -10,9 +10,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvad.cache.carry import piece_sizes
+from kvad.cache.deposits import check_shared
 from kvad.cache.disk import DISK, Disk
 from kvad.cache.entry import WIDTHS, read_header
 from kvad.cache.identity import Identity
@@ -37,10 +39,8 @@ def open_tiers(
     """
     if cache.tier is None and cache.tier_ram is None:
         return None
+    check_shared(cache, placed)
     own = [group for group in placed if not group.mixer.cross and group.level is None]
-    if not own or any(group.scored is not None or group.levels is not None for group in own):
-        what = f"under policy {cache.kept} each row keeps its own" if own else "an encoder keeps nothing"
-        raise ConfigError(f"cache.tier: {what}: there is no block that another request could use", "leave it out")
     sizes = piece_sizes(own)
     widths = [WIDTHS[group.stores[0][0].arrays(group.mixer.head_dim)[0].dtype] for group in own]
     if cache.tier is None:
@@ -50,7 +50,6 @@ def open_tiers(
     if shelf is None and cache.tier_ram is None:
         return None
     if shelf is not None:
-        shelf.pin(pinned_keys(shelf.folder, disk))
         _tell_others(shelf, known, disk)
     return Tiers(sizes, widths, ram=cache.tier_ram, shelf=shelf, identity=known)
 
@@ -62,11 +61,12 @@ def _shelf(folder: Path, cache: CacheConfig, disk: Disk) -> Shelf | None:
     try:
         if folder.exists() and not (folder / LOCK).exists() and any(folder.iterdir()):
             raise ConfigError(f"cache.tier: {folder} has other files in it", "name a folder that is new, or a tier's")
-        return Shelf(folder, cache.tier_limit, replacement=cache.tier_replacement, disk=disk)
+        pinned = partial(pinned_keys, folder, disk)
+        return Shelf(folder, cache.tier_limit, replacement=cache.tier_replacement, pinned=pinned, disk=disk)
     except BlockingIOError:
         LOG.warning("%s is in use by another process; this one goes on without that tier", folder)
     except OSError as error:
-        LOG.warning("%s cannot be used as a tier (%s); serving goes on without it", folder, error)
+        LOG.warning("%s cannot be used as a tier (%s); serving goes on without it", folder, error.strerror or error)
     return None
 
 

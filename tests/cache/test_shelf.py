@@ -75,12 +75,22 @@ def test_it_is_bounded_and_the_least_used_goes_first(tmp_path):
 def test_what_is_pinned_stays(tmp_path):
     shelf = make(tmp_path, 12 * BLOCK)
     put(shelf, 0)
-    shelf.pin([f"{0:08x}"])
+    shelf.keep([f"{0:08x}"])
     for number in range(1, 30):
         put(shelf, number)
     assert get(shelf, 0) and shelf.stats().pinned == 1
-    shelf.pin([f"{number:08x}" for number in range(30)])
+    shelf.keep([f"{number:08x}" for number in range(30) if f"{number:08x}" in shelf])
     assert not put(shelf, 100) and not shelf.stats().off, "all is pinned: there is no room, and that is no failure"
+
+
+def test_what_is_pinned_stays_when_the_folder_is_opened_with_less(tmp_path):
+    shelf = make(tmp_path, 12 * BLOCK)
+    for number in range(4):
+        put(shelf, number)
+    shelf.release()
+    smaller = make(tmp_path, 1, pinned=lambda: [f"{2:08x}"])
+    assert smaller.order() == (f"{2:08x}",) and get(smaller, 2) and smaller.stats().pinned == 1
+    assert not put(smaller, 9), "more is pinned than it may hold: nothing comes in"
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -99,14 +99,15 @@ def test_save_and_load(chat, llm, tmp_path):
 
 def test_a_save_that_fails_leaves_the_old_one_whole(chat, tmp_path, monkeypatch):
     kept = tmp_path / "kept.json"
-    kept.write_text("old", "utf-8")
+    old = '{"kvad_chat": 1, "turns": []}'
+    kept.write_text(old, "utf-8")
 
     def full(fd):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     ran = chat("hi", f"/save {kept}", "more")
-    assert ran.code == 0 and "cannot write" in ran.err and kept.read_text("utf-8") == "old"
+    assert ran.code == 0 and "cannot write" in ran.err and kept.read_text("utf-8") == old
     assert os.listdir(tmp_path) == ["kept.json"] and ran.out.count("\n") >= 2
 
 

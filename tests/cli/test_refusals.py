@@ -1,0 +1,149 @@
+"""What stands in the way of a file, a folder or an option: refused in one line, and nothing of anybody's is touched."""
+
+import json
+import os
+
+import pytest
+
+from tests.cli.checkpoint import run, write_model
+
+TEXT = "def add(first, second):\n    return first + second\n\n"
+GREEDY = ("--temperature", 0, "--max-tokens", 6)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVAD_SESSIONS", str(tmp_path / "sessions"))
+    (tmp_path / "sessions").mkdir()
+    return tmp_path / "sessions"
+
+
+@pytest.fixture
+def kvad(capsys, monkeypatch):
+    def ran(*arguments, stdin=None):
+        return run(capsys, *arguments, stdin=stdin, monkeypatch=monkeypatch)
+
+    return ran
+
+
+def refused(ran, *words):
+    assert ran.code == 2 and "Traceback" not in ran.err and "bug in kvad" not in ran.err, ran.err
+    first, *hints = ran.err.splitlines()
+    assert first.startswith("kvad: error: ") and len(hints) <= 1 and len(first) < 400, ran.err
+    assert all(word in ran.err for word in words), ran.err
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def test_a_session_of_another_model_says_what_differs_and_what_it_was(kvad, folder, model, tmp_path):
+    assert kvad("session", "save", model, "notes", "--prompt", TEXT).code == 0
+    other = write_model(tmp_path / "other", limit=64)
+    refused(kvad("session", "load", other, "notes", "--prompt", "x"), "cache: model", f"the model was {model}"[:40])
+
+
+@pytest.mark.parametrize("what", ["text", "folder", "pin"])
+def test_a_file_that_is_no_session_is_neither_replaced_nor_removed(kvad, folder, model, tmp_path, what):
+    path = folder / "mine.session"
+    if what == "text":
+        path.write_text("my thesis")
+    elif what == "folder":
+        path.mkdir()
+    else:
+        assert kvad("prefix", "add", model, "--prompt", TEXT, "--name", "p", "--tier", tmp_path / "tier").code == 0
+        path.write_bytes((tmp_path / "tier" / "p.pin").read_bytes())
+    was = path.read_bytes() if path.is_file() else None
+    refused(kvad("session", "save", model, "mine", "--prompt", TEXT, "--replace"), "mine.session")
+    refused(kvad("session", "rm", "mine"), "mine.session")
+    refused(kvad("session", "load", model, "mine", "--prompt", "x"), "mine.session")
+    refused(kvad("session", "show", "mine"), "mine.session")
+    said = kvad("chat", model, *GREEDY, stdin=b"hi\n/save mine\n/load mine\n/save other\n")
+    assert said.code == 0 and said.err.count("mine.session") == 2 and "1 turn is in" in said.err
+    assert path.is_dir() if was is None else path.read_bytes() == was
+    assert kvad("doctor", folder).code == 1 and "mine.session" in kvad("doctor", folder, "--fix", "--torn").out
+    assert path.is_dir() if was is None else path.read_bytes() == was
+
+
+def test_a_damaged_session_can_be_replaced_and_removed(kvad, folder, model):
+    for over in (True, False):
+        kvad("session", "save", model, "notes", "--prompt", TEXT, "--replace")
+        path = folder / "notes.session"
+        path.write_bytes(path.read_bytes()[:-9])
+        if over:
+            assert kvad("session", "save", model, "notes", "--prompt", TEXT, "--replace").code == 0
+            assert kvad("session", "show", "notes").code == 0
+        else:
+            assert kvad("session", "rm", "notes").code == 0 and not path.exists()
+
+
+def test_a_folder_that_cannot_be_is_said_before_anything_is_computed(kvad, folder, tmp_path):
+    (tmp_path / "file").write_text("x")
+    refused(
+        kvad("session", "save", tmp_path / "no-model", "q", "--prompt", TEXT, "--sessions", tmp_path / "file" / "sub"),
+        "file/sub/q.session",
+        "--sessions",
+    )
+
+
+def test_long_names_are_not_said_in_full(kvad, folder, model, tmp_path):
+    refused(kvad("session", "save", model, "n" * 5000, "--prompt", TEXT), "no name of a session")
+    add = ("prefix", "add", model, "--prompt", TEXT, "--tier", tmp_path / "tier")
+    refused(kvad(*add, "--name", "n" * 5000), "no name for a prefix")
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_a_path_that_cannot_be_does_not_end_the_chat(kvad, folder, model, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    lines = ["hi", f"/save {tmp_path}/file/x", f"/save {tmp_path}", f"/load {tmp_path}", f"/save {'n' * 3000}"]
+    lines += [f"/load ./{'n' * 3000}", f"/save {tmp_path}/file", "/load nobody", "/save last"]
+    ran = kvad("chat", model, *GREEDY, stdin="\n".join(lines).encode())
+    assert ran.code == 0 and ran.err.count("kvad: error: ") == 7, ran.err
+    assert "there is no session nobody" in ran.err and "1 turn is in" in ran.err.splitlines()[-1]
+    assert (tmp_path / "file").read_text() == "mine" and "stays as it is" in ran.err
+
+
+def test_a_chat_that_spills_goes_on_and_its_text_is_kept(kvad, folder, model, tmp_path):
+    spill = ("--on-full", "spill", "--context", 32, "--spill-dir", tmp_path / "spill", "--spill-ram", 0)
+    lines = f"hello, how are you?\nand now\n/save gone\n/save {tmp_path}/kept.json\n/load {tmp_path}/kept.json\nyes\n"
+    ran = kvad("chat", model, *GREEDY, *spill, stdin=lines.encode())
+    plain = kvad("chat", model, *GREEDY, stdin=lines.replace("/save gone\n", "").encode())
+    assert ran.code == 0 and ran.out == plain.out and len(ran.out.splitlines()) >= 3
+    assert "what a row has spilled is not saved" in ran.err and "not kept, for its rows spill" in ran.err
+    assert len(json.loads((tmp_path / "kept.json").read_text())["turns"]) == 2 and not os.listdir(folder)
+
+
+# ---------------------------------------------------------------- options and prefixes
+
+
+@pytest.mark.parametrize("flag", ["--spill-ram", "--park-ram", "--tier-ram", "--tier-bytes"])
+@pytest.mark.parametrize("size", ["-1", "abc", "", "nan", "4XB", "1e9"])
+def test_what_is_no_size_is_refused_by_the_options_name(kvad, model, tmp_path, flag, size):
+    more = ("--on-full", "spill", "--context", 48, "--tier", tmp_path / "tier")[: 4 if flag == "--spill-ram" else None]
+    refused(kvad("generate", model, "x", *more, flag, size), flag, repr(size), "8GiB")
+    assert not (tmp_path / "tier").exists()
+
+
+@pytest.mark.parametrize("option", [("--spill-ram", "1MiB"), ("--spill-dir", "there")])
+def test_an_option_of_spilling_without_spilling_is_refused(kvad, model, option):
+    for command in (("generate", model, "x"), ("chat", model), ("plan", model)):
+        refused(kvad(*command, *option, stdin=b""), option[0], "nothing is spilled", "--on-full spill")
+
+
+def test_a_plan_has_no_tier_where_a_cache_would_have_none(kvad, model):
+    refused(kvad("plan", model, "--tier-ram", "1MiB", "--policy", "snapkv(32)"), "keeps its own")
+
+
+def test_a_smaller_budget_leaves_pinned_blocks(kvad, model, tmp_path):
+    tier = tmp_path / "tier"
+    assert kvad("prefix", "add", model, "--prompt", TEXT, "--name", "sys", "--tier", tier).code == 0
+    ran = kvad("generate", model, TEXT + "x", *GREEDY, "--tier", tier, "--tier-bytes", "1", "--stats")
+    assert ran.code == 0 and "48 from disk" in ran.err and "3 pinned" in ran.err
+    refused(kvad("prefix", "add", model, "--prompt", "y" * 40, "--name", "b", "--tier", tier, "--tier-bytes", "1"))
+    assert kvad("doctor", tier).code == 0 and "3 blocks" in kvad("prefix", "list", "--tier", tier).out
