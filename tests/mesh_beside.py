@@ -38,7 +38,7 @@ def beside(case: Case, rank: int, store: Store) -> Result | None:
     links = connect(Mesh.parse(case.mesh).at(rank), dist.PrefixStore("beside", store), timeout=TIMEOUT, idle=TIMEOUT)
     model = cut(case, links)
     if rank:
-        for _ in range(3):
+        for _ in range(5):  # two of them are refused when their memory is there
             follow(model, part(model, case.cache, links))
         return None
     whole = build(case.config)
