@@ -12,7 +12,7 @@ import click
 from kvad.cache.formats import FORMATS, find_format, parted
 from kvad.cli.common import console, emit_json, json_option, model_argument
 from kvad.errors import RequestError, UsageError, counted, nearest
-from kvad.lab.findings import FAULTS, UNKNOWN, MemoryReport, Report
+from kvad.lab.findings import FAULTS, UNKNOWN, Journey, MemoryReport, Report
 
 if TYPE_CHECKING:
     from kvad.config import ModelConfig
@@ -26,6 +26,8 @@ LAYOUTS = ("paged", "contiguous")
 DTYPES = ("float32", "bfloat16", "float16", "float64")  # verified unless others are asked for
 LISTED = 64  # by then a row of prompts_of has a single token
 BREAKS = tuple(name for name in FAULTS if name != UNKNOWN)
+THROUGH = ("park", "park-disk", "ram", "disk", "session", "spill", "spill-disk")  # lab/through.py's
+WENT = ("memory", "through", "max |dlogit|", "moved", "verdict")
 LOST = ("lost by", "KL mean", "KL max", "greedy", "perplexity", "the judge's", "times", "recall")
 HEADINGS = ("memory", "max |dlogit|", "tolerance", "float64 twin", "KL mean", "KL max", "greedy", "verdict")
 
@@ -40,6 +42,17 @@ def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str
         elif name not in known:
             raise click.BadParameter(f"{name!r} is not known; {nearest(name, known)}", param=param)
     return names
+
+
+def _ways(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """The names of a list with commas between, or all."""
+    if value is None:
+        return ()
+    names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
+    for name in names:
+        if name not in (*THROUGH, "all"):
+            raise click.BadParameter(f"{name!r} is not known; {nearest(name, THROUGH)}", param=param)
+    return THROUGH if "all" in names else names
 
 
 @click.command()
@@ -70,6 +83,12 @@ def _names(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[str
 @click.option("--tokens", type=int, help="Tokens generated after every prompt.  [default: 32, or what fits]")
 @click.option("--preempt/--no-preempt", default=True, show_default=True, help="Preempt rows and compute them again.")
 @click.option("--prefix-hit/--no-prefix-hit", default=True, show_default=True, help="Let a row share another's prefix.")
+@click.option(
+    "--through",
+    callback=_ways,
+    metavar="WAYS",
+    help="Send rows out of the cache and back, too: park, park-disk, ram, disk, session, spill, spill-disk, or all.",
+)
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A row's prompt; again for more rows.")
 @click.option("--break", "fault", metavar="FAULT", help=f"Verify a broken memory: {', '.join(BREAKS)}.")
 @json_option
@@ -88,6 +107,7 @@ def verify(
     tokens: int | None,
     preempt: bool,
     prefix_hit: bool,
+    through: tuple[str, ...],
     prompts: tuple[str, ...],
     fault: str | None,
     as_json: bool,
@@ -97,7 +117,8 @@ def verify(
     The same rows run through the model without a cache and through every memory: ragged, in chunks, preempted,
     resumed, forked, on a shared prefix.  Exit code 1 when a memory is broken; then the first difference is named,
     and what usually causes it.  A policy that goes by position is exact beside the model that sees as little; one that
-    ranks or summarises must make each row a function of itself; what either loses is a number, and no failure.  The
+    ranks or summarises must make each row a function of itself; what either loses is a number, and no failure.
+    With --through, rows are parked, restored from sessions, found in tiers or spilled, and must say the same.  The
     checkpoint's files must be those that were saved: every sha256 is compared first.
 
     \b
@@ -106,6 +127,8 @@ def verify(
     kvad verify runs/demo --break mask
     kvad verify runs/demo --policy "sinks(4,60)" --policy snapkv --dtype float32,int8
     kvad verify runs/demo --policy all --rotate both
+    kvad verify runs/demo --through all --dtype float32,int8
+    kvad verify runs/demo --layout paged --dtype int8 --through session,disk --policy sinks
     """
     if fault is not None and fault not in BREAKS:
         raise UsageError(f"--break: no fault is called {fault!r}", nearest(fault, BREAKS))
@@ -122,6 +145,7 @@ def verify(
         tokens, block_size = fitting(loaded.config, tokens, block_size)
         options = Options(layouts, dtypes, rows or len(prompts) or 5, chunk, block_size, tokens, preempt, prefix_hit)
         options = replace(options, rotates=("write", "read") if rotate == "both" else (rotate,), endless=endless)
+        options = replace(options, through=through)
         ids = _prompts(loaded.config, options, checkpoint.tokenizer, prompts)
         longest = max(map(len, ids)) + options.tokens
         options = replace(options, policies=named_policies(policies, longest, options.block_size))
@@ -210,11 +234,28 @@ def _print(report: Report) -> None:
     if lost:
         _print_table([LOST, *map(_lost, lost)])
         click.echo()
+    _print_journeys(report)
     for memory in report.memories:
         if memory.policy == "full" or memory.verdict != "lossy by design":  # else 'lost by' has said it
             _print_details(memory)
     _print_findings(report)
     click.echo(f"verdict: {report.verdict()}")
+
+
+def _print_journeys(report: Report) -> None:
+    """Rows that left and came back; below, each reason why some did not, with where that was."""
+    if not report.journeys:
+        return
+    _print_table([WENT, *(_went(each) for each in report.journeys if each.max_dlogit is not None)])
+    for reason in dict.fromkeys(each.why for each in report.journeys if each.why):
+        names = [f"{each.memory} through {each.way}" for each in report.journeys if each.why == reason]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        click.echo(f"skipped    {names[0]}{more}: {reason}")
+    click.echo()
+
+
+def _went(each: Journey) -> tuple[str, ...]:
+    return (each.memory, each.way, f"{each.max_dlogit:.2e}", f"{each.moved:,} {each.unit}", each.verdict)
 
 
 def _print_skipped(report: Report) -> None:

@@ -49,6 +49,9 @@ POLICY_RULES = (
     "           until its first cut what the judge says: then it is lossy by design",
     "lost: against the model that keeps everything; perplexity of the prompts' own tokens",
 )
+THROUGH_RULES = (
+    "through: rows left the cache and came back; in float64 they say what rows that stayed say, or BROKEN",
+)
 
 
 class Fault(NamedTuple):
@@ -214,6 +217,20 @@ class MemoryReport:
         return memory_name(self.layout, self.dtype, self.policy, self.rotate, self.endless)
 
 
+class Journey(NamedTuple):
+    """Rows of a memory that left it and came back.  ``way``: a name of ``through.WAYS``; ``moved`` ``unit``: how much
+    really went that way; ``max_dlogit``: in float64, from what the memory promises; ``why``: the reason where nothing
+    went, or where it is skipped (then there is no ``max_dlogit``)."""
+
+    memory: str
+    way: str
+    max_dlogit: float | None
+    moved: int
+    unit: str
+    verdict: Literal["exact", "BROKEN", "computed again", "skipped"]
+    why: str = ""
+
+
 def memory_name(layout: str, dtype: str, policy: str = "full", rotate: str = "write", endless: bool = False) -> str:
     """``paged float32``, ``paged int8 sinks(4, 28) rotate=read endless``: only what differs from the plain cache."""
     words = (policy * (policy != "full"), f"rotate={rotate}" * (rotate != "write"), "endless" * endless)
@@ -233,10 +250,11 @@ class Report:
     seconds: float
     rules: tuple[str, ...] = RULES
     skipped: tuple[Skipped, ...] = ()
+    journeys: tuple[Journey, ...] = ()
 
     @property
     def broken(self) -> bool:
-        return any(memory.verdict == "BROKEN" for memory in self.memories)
+        return "BROKEN" in {*(memory.verdict for memory in self.memories), *(each.verdict for each in self.journeys)}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, with what follows from them: ``verdict``, ``broken``, a finding's words."""
@@ -252,6 +270,7 @@ class Report:
                 if memory.loss.recall is not None:
                     shown["loss"]["recall"] = memory.loss.recall._asdict()
         plain["skipped"] = [each._asdict() for each in self.skipped]
+        plain["journeys"] = [each._asdict() for each in self.journeys]
         return {"verdict": self.verdict(), "broken": self.broken, **plain}
 
     def verdict(self) -> str:
@@ -261,4 +280,5 @@ class Report:
             names = [m.name for m in self.memories if m.verdict == word]
             if names:
                 parts.append(f"{word} ({', '.join(names) if len(names) <= LISTED else f'{len(names)} memories'})")
-        return ", ".join(parts)
+        lost = [f"{each.memory} through {each.way}" for each in self.journeys if each.verdict == "BROKEN"]
+        return ", ".join([*parts, *([f"BROKEN ({', '.join(lost)})"] if lost else [])])

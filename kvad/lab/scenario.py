@@ -64,7 +64,7 @@ class Row:
 class Options:
     """What is asked.  ``rows``: prompts; ``tokens``: generated after each; ``chunk``: tokens of a prompt per step;
     ``dtypes``: formats, "int8/int4" where keys and values differ; ``policies`` in full; ``endless``: rows may pass the
-    model's limit."""
+    model's limit; ``through``: ways of leaving and coming back (``through.py``)."""
 
     layouts: tuple[str, ...] = ("paged", "contiguous")
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
@@ -77,6 +77,7 @@ class Options:
     policies: tuple[str, ...] = ("full",)
     rotates: tuple[str, ...] = ("write",)
     endless: bool = False
+    through: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("rows", "chunk", "block_size", "tokens"):

@@ -20,9 +20,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,18 +33,31 @@ from kvad.cache.formats import parted
 from kvad.cache.ledger import Ledger
 from kvad.cache.sizing import CacheConfig, groups
 from kvad.config import MixerSpec, mixers
-from kvad.errors import ConfigError, EngineError
+from kvad.errors import ConfigError, EngineError, EntryError, RequestError, UsageError
 from kvad.lab.asked import Asked, first_cut, refusal
 from kvad.lab.compare import Comparison, compare, loss_of, tolerance
 from kvad.lab.diagnose import diagnose
 from kvad.lab.faults import check_fault, hurt_memory, hurt_model
-from kvad.lab.findings import EXACT, POLICY_RULES, RULES, Finding, Loss, MemoryReport, Report, Skipped, Verdict
+from kvad.lab.findings import (
+    EXACT,
+    POLICY_RULES,
+    RULES,
+    THROUGH_RULES,
+    Finding,
+    Journey,
+    Loss,
+    MemoryReport,
+    Report,
+    Skipped,
+    Verdict,
+)
 from kvad.lab.loss import Needles, loss_beside
 from kvad.lab.replay import Key, MakeCache, Replayed, Stream, replay, uncached
 from kvad.lab.room import require_room
 from kvad.lab.rounded import Rounded
 from kvad.lab.scenario import Options, cache_of, check_happened, make_streams, outline, squeezes
 from kvad.lab.tasks import Language
+from kvad.lab.through import WAYS, check_way, through
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Memory
@@ -67,8 +82,13 @@ def verify(
     """
     began = time.perf_counter()
     options = options or Options()
+    for way in options.through:
+        check_way(way)
+    if fault is not None and options.through:
+        raise UsageError("--break and --through: a fault is put into a memory that no row leaves", "take one of them")
     run = _Run(model, prompts, options, fault, language, progress)
     memories = tuple(run.memory(asked) for asked in run.asked)
+    journeys = tuple(run.journey(asked, way) for asked in run.asked for way in options.through)
     report = Report(
         rows=tuple(len(s.tokens(i)) for s in run.streams for i in range(len(s.forced))),
         positions=sum(len(t) for t in run.judge(run.double).values()),
@@ -77,8 +97,9 @@ def verify(
         memories=memories,
         notes=tuple(run.notes()),
         seconds=time.perf_counter() - began,
-        rules=RULES if all(asked.keeps for asked in run.asked) else RULES + POLICY_RULES,
+        rules=RULES + POLICY_RULES * (not all(each.keeps for each in run.asked)) + THROUGH_RULES * bool(journeys),
         skipped=tuple(run.skipped),
+        journeys=journeys,
     )
     if fault is not None and not report.broken:
         raise EngineError(f"the injected fault {fault!r} changed nothing here", "give longer prompts or more --tokens")
@@ -268,6 +289,35 @@ class _Run:
             self._needles = Needles(copy.deepcopy(self.single), self.language, length)  # an engine packs its weights
         self.progress(f"{asked.name}: needles")
         return dataclasses.replace(lost, recall=self._needles.recall(self.cache(asked)))
+
+    # ------------------------------------------------------------ leaving and coming back
+
+    def journey(self, asked: Asked, way: str) -> Journey:
+        """A memory whose rows are sent that way, in float64, beside what it promises of rows that stay."""
+        self._turn_to(asked.policy)
+        self.progress(f"{asked.name} through {way}")
+        cache = dataclasses.replace(self.cache(asked), blocks=None)
+        specs, cut = cache.narrowed(mixers(self.config)), first_cut(groups(mixers(self.config), cache))
+        unit = WAYS[way].moved
+        with tempfile.TemporaryDirectory(prefix="kvad-verify-") as folder:
+            try:
+                went = through(way, self._engines, cache, self.streams, Path(folder))
+            except (ConfigError, RequestError, EntryError) as error:
+                why = (error.message + (f"; {error.hint}" if error.hint else "")).replace(f"{folder}/", "")
+                return Journey(asked.name, way, None, 0, unit, "skipped", why)
+        judge = self.judge(self.double, specs, None if asked.dtype == "float64" else asked)
+        judge = {key: judge[key] for key in went.replayed.pieces}
+        off = compare(went.replayed, judge, 2 * EXACT, cut).max_dlogit
+        if cut is not None:
+            off = max(off, self._alone(asked, went.replayed))
+        if not off <= EXACT:
+            return Journey(asked.name, way, off, went.moved, unit, "BROKEN", went.missed)
+        return Journey(asked.name, way, off, went.moved, unit, "exact" if went.moved else "computed again", went.missed)
+
+    @cached_property
+    def _engines(self) -> Transformer:
+        """An engine packs its weights."""
+        return copy.deepcopy(self.double)
 
     # ------------------------------------------------------------ verdicts
 

@@ -1,0 +1,107 @@
+"""``kvad verify --through``: rows that leave the cache and come back are judged like those that stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvad.cache.state import Laid
+from kvad.cache.swap import Copier
+from kvad.checkpoint.native import save
+from kvad.cli import verify as page
+from kvad.cli.main import main
+from kvad.errors import UsageError
+from kvad.lab import through as ways
+from kvad.lab.findings import EXACT
+from tests.lab.test_verify import OPTIONS, run, tiny
+
+ALL = dataclasses.replace(OPTIONS, through=tuple(ways.WAYS), dtypes=("float64",))
+SMALL = ["--rows", "3", "--chunk", "8", "--block-size", "4", "--tokens", "8", "--dtype", "float64"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, model = tmp_path_factory.mktemp("m") / "model", tiny()
+    save(folder, model.config, model.state_dict(), None)
+    return folder
+
+
+def test_every_way_is_exact_and_was_taken() -> None:
+    report = run(tiny(), ALL)
+    found = {(each.memory, each.way): each for each in report.journeys}
+    for way in ways.WAYS:
+        each = found["paged float64", way]
+        assert each.verdict == "exact" and each.moved > 0 and each.max_dlogit <= EXACT, each
+    assert found["contiguous float64", "park"].verdict == "exact"
+    assert found["contiguous float64", "disk"].why.startswith("cache.tier: a contiguous cache shares no blocks")
+    assert not report.broken and any(rule.startswith("through:") for rule in report.rules)
+
+
+def test_policies_and_formats_go_that_way_or_say_why_not() -> None:
+    policies = ("heavy-hitters(8, every=4)", "spilled(8, every=4)")
+    options = dataclasses.replace(ALL, layouts=("paged",), dtypes=("int8",), policies=policies)
+    report = run(tiny(), options)
+    said = {(each.memory.split()[2].partition("(")[0], each.way): each for each in report.journeys}
+    assert said["heavy-hitters", "session"].verdict == said["heavy-hitters", "park"].verdict == "exact"
+    assert "each row keeps its own" in said["heavy-hitters", "ram"].why
+    assert "a row that spills is neither kept nor resumed" in said["spilled", "session"].why
+    assert said["spilled", "park"].verdict == "computed again" and said["spilled", "spill-disk"].verdict == "exact"
+
+
+def test_nothing_leaves_unless_it_is_asked_for() -> None:
+    report = run(tiny(), dataclasses.replace(ALL, through=()))
+    assert report.journeys == () and not any(rule.startswith("through:") for rule in report.rules)
+
+
+@pytest.mark.parametrize("wrong", ["parked", "session"])
+def test_what_comes_back_wrong_is_broken(wrong: str, monkeypatch: pytest.MonkeyPatch, folder: Path, capsys) -> None:
+    if wrong == "parked":
+        back = Copier.back
+        monkeypatch.setattr(
+            Copier, "back", lambda self, key, held, copies: back(self, key, held, [each.flip(0) for each in copies])
+        )
+    else:
+        monkeypatch.setattr(Laid, "put", lambda *_: None)
+    way = "park" if wrong == "parked" else "session"
+    assert main(["verify", str(folder), *SMALL, "--no-preempt", "--layout", "paged", "--through", way]) == 1
+    out = capsys.readouterr().out
+    assert f"BROKEN (paged float64 through {way})" in out
+
+
+def test_the_page_and_its_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["verify", str(folder), *SMALL, "--through", "park-disk,disk"]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"paged float64 +park-disk +\S+ +[\d,]+ bytes +exact", out)
+    assert "skipped    contiguous float64 through disk: cache.tier: a contiguous cache shares no blocks" in out
+    assert main([*asked, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["journeys"]
+    assert {each["way"] for each in said} == {"park-disk", "disk"} and len(said) == 4
+    skipped = next(each for each in said if each["verdict"] == "skipped")
+    assert skipped["max_dlogit"] is None and skipped["moved"] == 0
+
+
+def test_errors_name_the_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(folder), "--through", "disc"]) == 2
+    assert "'disc' is not known; did you mean 'disk'?" in capsys.readouterr().err
+    assert main(["verify", str(folder), *SMALL, "--through", "park", "--break", "mask"]) == 2
+    assert "--break and --through" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="'disc' is no way of leaving and coming back"):
+        run(tiny(), dataclasses.replace(OPTIONS, through=("disc",)))
+
+
+def test_help_lists_what_there_is() -> None:
+    assert tuple(ways.WAYS) == page.THROUGH
