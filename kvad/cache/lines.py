@@ -70,8 +70,8 @@ def copy_in(memory: Holder, blocks: Blocks, slots: Slots, arrays: Mapping[str, T
     """The inverse, into ``blocks`` that changed hands; slots of theirs that are not named are empty."""
     places = [None if each is None else _Places(each) for each in slots]
     for number, at in enumerate(places):
-        if at is not None and len(blocks[number]):
-            memory.clear(number, blocks[number])
+        if at is not None:
+            _clear(memory, number, blocks[number], at)
     for name, array, where in _every(memory, blocks):
         at, kept = places[int(name.partition(".")[0])], arrays[name].to(array.device)
         if at is None:
@@ -84,6 +84,18 @@ def copy_in(memory: Holder, blocks: Blocks, slots: Slots, arrays: Mapping[str, T
         for layer in group.layers:
             bounds = memory.bounds[layer]
             bounds.wrote(*split(every.to(bounds.least.device), group.block_size))
+
+
+def _clear(memory: Holder, number: int, blocks: Sequence[int], places: _Places) -> None:
+    """Those of whose slots some are left empty; the others are written whole, but for their bounds."""
+    group = memory.groups[number]
+    filled = places.filled(group.block_size)
+    rest = [block for block in blocks if block not in filled]
+    if rest:
+        memory.clear(number, rest)
+    for layer in group.layers if group.chooses is not None and filled else ():
+        bounds = memory.bounds[layer]
+        bounds.clear(torch.tensor(sorted(filled), device=bounds.least.device))
 
 
 def _every(memory: Holder, blocks: Blocks) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -107,6 +119,11 @@ class _Places:
         self._slots = slots
         self._lines: dict[tuple[int, int], Tensor] = {}
         self._stretches = _stretches(slots)
+
+    def filled(self, block_size: int) -> set[int]:
+        """Blocks of which every slot is among these."""
+        blocks, counts = (self._slots // block_size).unique(return_counts=True)
+        return set(blocks[counts == block_size].tolist())
 
     def out(self, array: Tensor) -> Tensor:
         """[m, K, ...], of positions [m]."""

@@ -213,6 +213,8 @@ def _check_deterministic(config: ModelConfig, cache: CacheConfig) -> None:
         policy = group.scored or group.levels or group.chooses
         if policy is not None or group.mixer.renumber:
             said = f"the policy {policy}" if policy is not None else "rows whose sinks are numbered anew"
+            if group.levels is not None and cache.on_full in ("summarise", "spill"):
+                said = f"on_full={cache.on_full}, that is {said}"
             raise ConfigError(
                 f"deterministic: not promised under {said}",
                 "policies by position keep it: full, window(n), sinks(k, n) up to the limit, truncate(n)",

@@ -15,7 +15,7 @@ from kvad.cache.named import parse_policy
 from kvad.cache.planning import MemoryPlan, largest, planned_total
 from kvad.cache.policy import Quest, Scored, Sinks, Truncate, Window
 from kvad.cache.settle import settle
-from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS
+from kvad.cache.sizing import DTYPE_BYTES, MOST_ROWS, CacheConfig
 from kvad.cache.weights import weight_bytes
 from kvad.errors import ConfigError
 from kvad.lab.caches import budget_of, sized_for
@@ -150,11 +150,13 @@ def _offer(
 ) -> Iterator[Offer]:
     keys, values = parted(form)
 
-    def total(rows: int, context: int) -> int:
+    def cache_of(rows: int, context: int) -> CacheConfig:
         policy = choice.policy(context)
         stored = {} if form == plan.cache.stored else {"keys": keys, "values": values}
-        cache = replace(plan.cache, rows=rows, capacity=context, policy=policy, blocks=None, **stored)  # type: ignore[arg-type]
-        return planned_total(plan, cache)
+        return replace(plan.cache, rows=rows, capacity=context, policy=policy, blocks=None, **stored)  # type: ignore[arg-type]
+
+    def total(rows: int, context: int) -> int:
+        return planned_total(plan, cache_of(rows, context))
 
     if isinstance(asked, Rows):
         rows, context = asked.count, plan.config.limit
@@ -165,9 +167,12 @@ def _offer(
         context = asked
         rows = largest(MOST_ROWS, lambda n: total(n, context) <= memory)
     if rows and context:
-        policy = replace(plan.cache, policy=choice.policy(context), capacity=context).policy
-        free = _name(choice, context)[0] == "full" and _exact(form, plan.weights_dtype)
-        paid = () if free else _paid(plan, choice, form, context, prices)
+        asked_for = cache_of(rows, context)
+        policy = settle(plan.config, asked_for).policy
+        another = policy != asked_for.policy  # rows go on under it when they are full
+        kept = _name(choice, context)[0] == "full" and (not another or plan.cache.on_full == "spill")
+        free = kept and _exact(form, plan.weights_dtype)
+        paid = () if free or (another and plan.cache.on_full != "spill") else _paid(plan, choice, form, context, prices)
         yield Offer(rows, context, total(rows, context), form, policy, choice.ratio, free, paid)
 
 

@@ -121,7 +121,22 @@ def test_a_policy_that_was_asked_for_is_held_against_everything():
     assert {offer.policy for offer in found} == {"full", "sinks(4, 252)"}
     assert {offer.policy for offer in table(planned(keys="int8", dtype="int8"), 2 * GIB, rows=(2,)).offers} > {"full"}
     endless = plan_memory(shape("smollm-135m"), CacheConfig(capacity=1024, on_full="sinks", rows=2))
-    assert {offer.policy for offer in table(endless, 2 * GIB, contexts=(512, 1024)).offers} == {"full"}
+    found = table(endless, 2 * GIB, contexts=(512, 1024)).offers
+    assert {offer.policy for offer in found} == {"sinks(4, 508)", "sinks(4, 1020)"}
+    assert not any(offer.free or offer.perplexity for offer in found)
+
+
+def test_a_line_says_the_policy_that_rows_go_on_under():
+    plan = plan_memory(shape("smollm-135m"), CacheConfig(capacity=256, on_full="spill", rows=2))
+    found = table(plan, 2 * GIB, contexts=(256, 512)).offers
+    assert {offer.policy for offer in found} == {"spilled(128, 1920, 128)", "spilled(384, 1664, 128)"}
+    assert {offer.stored: offer.free for offer in found} == {
+        "float32": True, "bfloat16": False, "int8": False, "int4": False
+    }  # fmt: skip
+    plan = plan_memory(shape("smollm-135m"), CacheConfig(capacity=256, on_full="summarise", rows=2))
+    found = table(plan, 2 * GIB, contexts=(256,)).offers
+    (policy,) = {offer.policy for offer in found}
+    assert policy.startswith("hierarchy(") and not any(offer.free or offer.perplexity for offer in found)
 
 
 def test_what_a_model_cannot_have_is_said():

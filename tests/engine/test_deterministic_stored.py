@@ -1,0 +1,168 @@
+"""With ``deterministic``, what comes back has the same bits: blocks from tiers, sessions from files, rows that were
+parked.  The judge is that of ``test_deterministic.py``: one pass over the whole text by the model that forgets.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvad.cache.session import load_state, save_state
+from kvad.cache.sizing import CacheConfig
+from kvad.cache.state import State
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
+from kvad.errors import ConfigError, EntryError
+from kvad.model.transformer import Transformer
+from tests.drive import Stream, drive
+from tests.engine.test_deterministic import DTYPES, differences, many_tiles, whole
+from tests.engine.test_parking import Forced
+from tests.models import VOCAB, build, model_config
+
+TILES = many_tiles  # a fixture, for every test here
+ENGINES: dict[str, dict[str, Any]] = {
+    "paged": {},
+    "blocks of 8": {"block_size": 8},
+    "contiguous": {"layout": "contiguous", "block_size": None},
+    "many small steps": {"chunk": 3},
+}
+KINDS = {"full": ("rope", "gqa"), "windows": ("alibi", "window-mix"), "t5": ("t5", "sinks")}
+
+
+def text(length: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(VOCAB) for _ in range(length)]
+
+
+def cache_of(dtype: str, **change: Any) -> CacheConfig:
+    given = {"dtype": dtype, "block_size": 4, "rows": 4, "capacity": 60, "chunk": 16} | change
+    return CacheConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+def made(kind: str, dtype: str) -> Transformer:
+    position, heads = KINDS[kind]
+    return build(model_config(position, heads=heads), dtype=getattr(torch, dtype))
+
+
+# ---------------------------------------------------------------- tiers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prefix_from_a_folder(kind: str, dtype: str, tmp_path: Path) -> None:
+    """The second engine has the first one's blocks, beside other rows and in other chunks."""
+    model = made(kind, dtype)
+    shared = text(30, 1)
+    first = [Stream(shared + text(n, n), [text(6, n)]) for n in (3, 9)]
+    then = [Stream(shared + text(n, 10 + n), [text(6, n)], arrives=n % 2) for n in (1, 5, 8)]
+    for streams, chunk in ((first, 16), (then, 5)):
+        cache = cache_of(dtype, chunk=chunk, tier=str(tmp_path), tier_ram=1 << 20)
+        run = drive(model, cache, streams, budget=40, deterministic=True)
+        assert differences(model, streams, run) == 0
+    assert run.hit_tokens >= 28 * len(then)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_that_a_small_pool_hands_on(dtype: str) -> None:
+    model = made("full", dtype)
+    prompts = [text(30, seed) for seed in range(4)] * 2
+    streams = [Stream(prompt, [text(5, at)], arrives=4 * at) for at, prompt in enumerate(prompts)]
+    cache = cache_of(dtype, blocks=26, tier_ram=1 << 20)
+    run = drive(model, cache, streams, deterministic=True)
+    assert differences(model, streams, run) == 0 and run.hit_tokens > 0
+
+
+# ---------------------------------------------------------------- parking
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["full", "windows"])
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_rows_that_were_parked(where: str, kind: str, dtype: str, tmp_path: Path) -> None:
+    model = made(kind, dtype)
+    streams = [Stream(text(n, n), [text(12, n)], arrives=n % 3) for n in (9, 14, 6)]
+    cache = cache_of(dtype, blocks=14, capacity=40, park_ram=1 << 20 if where == "ram" else 0)
+    folder = {} if where == "ram" else {"park_dir": tmp_path}
+    run = drive(model, cache, streams, deterministic=True, costs=Forced(True), **folder)
+    assert differences(model, streams, run) == 0
+    assert run.swaps is not None and (run.swaps.to_ram if where == "ram" else run.swaps.to_disk) > 0
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def spoken(engine: Engine, tokens: list[int], most: int, **options: Any) -> tuple[int, list[int], Tensor]:
+    """(request, tokens, logits [most, V]) of a greedy request, alone."""
+    seen, real = [], engine.runner.run
+
+    def run(plan: Any) -> Tensor:
+        seen.append(real(plan))
+        return seen[-1]
+
+    engine.runner.run = run  # type: ignore[method-assign]
+    request = engine.submit(tokens, Sampling(max_tokens=most, temperature=0, ignore_eos=True), **options)
+    out = []
+    while not engine.idle:
+        out += [piece.token for piece in engine.step() if piece.token is not None]
+    engine.runner.run = real  # type: ignore[method-assign]
+    return request, out, torch.cat(seen)
+
+
+def wrong_bits(model: Transformer, tokens: list[int], out: list[int], logits: Tensor) -> int:
+    right = whole(model, Stream(tokens, [out]), 0)[len(tokens) - 1 : len(tokens) - 1 + len(out)]
+    assert right.shape == logits.shape
+    return sum(not torch.equal(a, b) for a, b in zip(right, logits, strict=True))
+
+
+def saved(engine: Engine, path: Path, tokens: list[int]) -> list[int]:
+    request, out, _ = spoken(engine, tokens, 7, keep=True)
+    state = engine.kept(request)
+    save_state(path, state, engine.identity(state.regime), state.tokens, {})
+    return tokens + out
+
+
+def loaded(engine: Engine, path: Path) -> State:
+    known = lambda regime, salt: engine.identity(regime, salt=salt)  # noqa: E731
+    return load_state(path, known, engine.memory, engine.keeper.home).state
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_session_from_a_file(kind: str, dtype: str, tmp_path: Path) -> None:
+    model = made(kind, dtype)
+    first = Engine(model, cache_of(dtype), deterministic=True)
+    tokens = saved(first, tmp_path / "a", text(29, 1))
+    first.close()
+    for name, change in ENGINES.items():
+        other = Engine(model, cache_of(dtype, **change), deterministic=True)
+        request, out, logits = spoken(other, tokens, 8, resume=loaded(other, tmp_path / "a"))
+        assert other.usage(request).cached == len(tokens) - 1, name
+        assert wrong_bits(model, tokens, out, logits) == 0, name
+        other.close()
+
+
+def test_without_it_there_is_a_difference(tmp_path: Path) -> None:
+    """Chunks of another size than the judge's one pass round otherwise, and the check sees it."""
+    model = made("full", "float32")
+    engine = Engine(model, cache_of("float32", chunk=3))
+    tokens = saved(engine, tmp_path / "a", text(29, 1))
+    engine.ledger.drop_prefixes()
+    _, out, logits = spoken(engine, tokens, 8, resume=loaded(engine, tmp_path / "a"))
+    assert wrong_bits(model, tokens, out, logits) > 0
+    engine.close()
+    with pytest.raises(EntryError, match="computed"):  # its bits are not those of an engine that promises them
+        loaded(Engine(model, cache_of("float32"), deterministic=True), tmp_path / "a")
+
+
+# ---------------------------------------------------------------- refused
+
+
+def test_what_is_spilled_is_refused_by_name() -> None:
+    cache = cache_of("float32", on_full="spill", capacity=24)
+    with pytest.raises(ConfigError, match="deterministic: not promised under on_full=spill"):
+        Engine(made("full", "float32"), cache, deterministic=True)
