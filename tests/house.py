@@ -96,6 +96,7 @@ WITHOUT_TORCH = [
     "kvad.engine.lanes",
     "kvad.engine.limits",
     "kvad.engine.scheduler",
+    "kvad.engine.seating",
     "kvad.engine.swaps",
     "kvad.checkpoint.compressor_folder",
     "kvad.lab.plan",

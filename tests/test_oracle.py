@@ -234,15 +234,15 @@ def test_a_copy_without_scales_is_heard(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("heads", ["window", "gqa"])
 def test_a_lost_position_is_heard(monkeypatch: pytest.MonkeyPatch, heads: str) -> None:
-    from kvad.cache import memory
+    from kvad.cache import views
 
-    real = memory.read_column
+    real = views.read_column
 
-    def shifted(column: torch.Tensor, table: memory.Table) -> torch.Tensor:
+    def shifted(column: torch.Tensor, table: views.Table) -> torch.Tensor:
         marks = real(column, table)
         return torch.where(marks == 2, -1, marks)
 
-    monkeypatch.setattr(memory, "read_column", shifted)
+    monkeypatch.setattr(views, "read_column", shifted)
     assert not measure(exact_case(heads=heads)) <= 1e-3
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvad.cache.sizing import CacheConfig
-from kvad.engine import engine as engine_module
+from kvad.engine import outcome
 from kvad.errors import EngineError, KvadError, RequestError
 from kvad.llm import LLM
 from kvad.model.fresh import Fresh
@@ -43,7 +43,7 @@ def test_a_step_that_raises_ends_its_rows_and_nothing_else(
         if where == "model":
             monkeypatch.setattr(llm.engine.runner, "run", raise_once)
         else:
-            monkeypatch.setattr(engine_module, "sample", raise_once)
+            monkeypatch.setattr(outcome, "sample", raise_once)
         with pytest.raises(failure):
             llm.generate([1, 2, 3], **OPTIONS)
     assert llm.generate([1, 2, 3], **OPTIONS).tokens == expected

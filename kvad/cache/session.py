@@ -23,6 +23,7 @@ from kvad.cache.disk import DISK, Disk
 from kvad.cache.entry import Entry, Section, open_entry, write_entry
 from kvad.cache.identity import Identity
 from kvad.cache.memory import Memory
+from kvad.cache.raw import bytes_of, section_of
 from kvad.cache.sessions import KIND
 from kvad.cache.standing import Marks
 from kvad.cache.state import Part, State, fit, shapes
@@ -141,9 +142,7 @@ def _other(path: Path, what: str, model: object = None) -> EntryError:
 
 
 def _section(name: str, array: Tensor) -> Section:
-    flat = array.detach().cpu().contiguous()
-    raw = flat.view(-1).view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-    return Section(name, str(array.dtype).removeprefix("torch."), tuple(array.shape), raw)
+    return section_of(name, array.detach().cpu().contiguous())
 
 
 def _shaped(entry: Entry, name: str) -> Tensor:
@@ -154,8 +153,7 @@ def _shaped(entry: Entry, name: str) -> Tensor:
 
 def _filled(entry: Entry, name: str, shaped: Tensor) -> Tensor:
     array = torch.empty(shaped.shape, dtype=shaped.dtype)
-    raw = array.view(-1).view(torch.uint8).numpy().data if array.numel() else memoryview(bytearray())
-    entry.read(name, raw)
+    entry.read(name, bytes_of(array))
     return array
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvad.cache.entry import Section
+from kvad.cache.raw import section_of, tensor_of
 
 __all__ = ["Blocks", "Copier", "pack", "unpack"]
 
@@ -100,24 +101,9 @@ class Copier:
 
 def pack(copies: Sequence[Tensor]) -> list[Section]:
     """Contiguous host tensors as sections, named by their place; no copy is made."""
-    return [
-        Section(str(at), f"{each.dtype}".removeprefix("torch."), tuple(each.shape), _bytes(each))
-        for at, each in enumerate(copies)
-    ]
+    return [section_of(str(at), each) for at, each in enumerate(copies)]
 
 
 def unpack(sections: Sequence[Section]) -> list[Tensor]:
     """The inverse; the tensors lie in the sections' own memory."""
-    return [_tensor(each) for each in sorted(sections, key=lambda each: int(each.name))]
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    assert tensor.is_contiguous(), "a section is contiguous"
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _tensor(section: Section) -> Tensor:
-    dtype: torch.dtype = getattr(torch, section.dtype)
-    if 0 in section.shape:
-        return torch.empty(section.shape, dtype=dtype)
-    return torch.frombuffer(section.data, dtype=dtype).view(section.shape)
+    return [tensor_of(each) for each in sorted(sections, key=lambda each: int(each.name))]

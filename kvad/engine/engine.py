@@ -21,24 +21,26 @@ from kvad.cache.full import LimitName
 from kvad.cache.identity import Identity
 from kvad.cache.ledger import Ledger
 from kvad.cache.memory import Memory
-from kvad.cache.planning import check_compressor, check_policy
+from kvad.cache.planning import check_policy
 from kvad.cache.settle import settle
-from kvad.cache.sizing import CacheConfig, Group, groups
-from kvad.cache.spill import Spill
+from kvad.cache.sizing import CacheConfig, groups
 from kvad.cache.state import State
 from kvad.config import mixers
+from kvad.engine.checks import check_compressor_of, check_ids, check_kind, check_source
 from kvad.engine.costs import Costs
 from kvad.engine.limits import Limits
+from kvad.engine.outcome import results_of
 from kvad.engine.parked import parking_of
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
 from kvad.engine.resume import Keeper, Resumed, check_one
 from kvad.engine.row import Encoding
 from kvad.engine.runner import Runner
-from kvad.engine.sampler import FAULT, Chosen, Job, sample, score_tokens
-from kvad.engine.scheduler import Plan, Scheduler, Usage, Work
-from kvad.engine.storage import open_tiers
+from kvad.engine.sampler import FAULT
+from kvad.engine.saying import Saying
+from kvad.engine.scheduler import Plan, Scheduler, Usage
+from kvad.engine.storage import open_spill, open_tiers
 from kvad.engine.swaps import Swaps
-from kvad.errors import ConfigError, KvadError, RequestError
+from kvad.errors import KvadError, RequestError
 from kvad.model.compress import Compressor
 from kvad.model.fingerprint import fingerprint
 from kvad.model.isolate import isolate
@@ -46,8 +48,6 @@ from kvad.model.transformer import Transformer
 from kvad.ops.attend import Kernel
 from kvad.ops.heap import give_back
 from kvad.ops.lanes import Probe
-from kvad.text.detokenize import Detokenizer
-from kvad.text.stop import StopStrings
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Piece", "StepTimes"]
@@ -56,8 +56,6 @@ __all__ = ["Engine", "Piece", "StepTimes"]
 # beside its reading, and joining would copy weights that are mapped from a file.
 PACKED = 1 << 28
 POLL = 0.005  # seconds that a caller waits at once for blocks on their way, where there is nothing else to do
-
-_ENCODER_CAN = "it can embed, tag, classify or fill masks, as its head says"
 
 
 class Piece(NamedTuple):
@@ -130,7 +128,7 @@ class Engine:
             kernel = isolate(model)
         placed = groups(mixers(model.config), cache)
         if compressor is not None:
-            _check_compressor(compressor, placed)
+            check_compressor_of(compressor, placed)
             compressor = compressor.to(self.device)
         self.deterministic = deterministic
         self._weights = weights  # their fingerprint, when it was asked for
@@ -144,7 +142,7 @@ class Engine:
                 compressors=None if compressor is None else compressor.by_layer(),
                 kernel=kernel,
                 probe=probe,
-                spill=_spill(placed, cache, disk),
+                spill=open_spill(cache, placed, disk),
             )
             opened.callback(self.memory.release)
             self.tiers = open_tiers(cache, placed, lambda: self.identity(""))
@@ -172,7 +170,7 @@ class Engine:
         self.keeper = Keeper(self.memory, self.ledger)
         self.times = StepTimes()
         self._next, self._ends = 0, stop_tokens
-        self._texts: dict[tuple[int, int], _Text] = {}
+        self._texts: dict[tuple[int, int], Saying] = {}
         self._undelivered: list[Piece] = []
 
     def submit(
@@ -192,8 +190,8 @@ class Engine:
         used as far as it agrees (``resume.py``; ``usage(request).cached`` says how far, ``missed`` why not); ``keep``:
         what this one leaves is kept for :meth:`kept`.  Both are of one sample, without beams.
         """
-        self._check_kind(source)
-        self._check_ids(tokens, sampling, source)
+        check_kind(self.model.config, source)
+        check_ids(self.model.config, tokens, sampling, source)
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model came without one", "use stop_tokens")
         if resume is not None or keep:
@@ -204,7 +202,7 @@ class Engine:
                 )
         request, texts = self._next, []
         if self.tokenizer is not None:
-            texts = [_Text(self.tokenizer, sampling) for _ in range(sampling.n)]
+            texts = [Saying(self.tokenizer, sampling) for _ in range(sampling.n)]
         root, stops = self._root(tokens, sampling, salt, source), self._stops(sampling)
         regime, going = self.regime(tokens, sampling), Resumed()
         if resume is not None:
@@ -228,7 +226,7 @@ class Engine:
         """
         if self.model.encoder is None:
             raise RequestError("this model has no encoder", "it continues prompts")
-        self._check_source(tokens)
+        check_source(self.model.config, tokens)
         request = self._next
         self.scheduler.add(request, (), Sampling(max_tokens=0), source=tokens, want=want)
         self._next += 1
@@ -258,7 +256,7 @@ class Engine:
             else:
                 logits = self.runner.run(plan)
                 self.times.model += time.perf_counter() - inside
-                results = _results(plan, logits)
+                results = results_of(plan, logits)
                 for number, why in self.memory.lost([lane.rows for lane in plan.lanes]).items():
                     results[number] = Result(fault=why, again=True)
                 self._weigh(plan, time.perf_counter() - inside)
@@ -333,44 +331,6 @@ class Engine:
             results.append(Result(output=output) if finite else Result(fault=FAULT))
         return results
 
-    def _check_kind(self, source: Sequence[int] | None) -> None:
-        kind = self.model.config.kind
-        if kind == "encoder":
-            raise RequestError("this model is an encoder: it cannot continue a text", _ENCODER_CAN)
-        if kind == "decoder" and source is not None:
-            raise RequestError("this model has no encoder to read a source", "give a prompt")
-        if kind == "encoder-decoder":
-            if source is None:
-                raise RequestError("this model answers a source", "give the text to translate as the source")
-            self._check_source(source)
-
-    def _check_source(self, tokens: Sequence[int]) -> None:
-        config = self.model.config
-        limit = config.limit if config.source is None else config.source.limit
-        vocab = config.vocab if config.source is None or config.source.vocab is None else config.source.vocab
-        if len(tokens) > limit:
-            raise RequestError(f"the source has {len(tokens)} tokens, the encoder's limit is {limit}", "shorten it")
-        for token in tokens:
-            if not 0 <= token < vocab:
-                raise RequestError(f"source: token id {token} is outside the vocabulary of {vocab}")
-
-    def _check_ids(self, tokens: Sequence[int], sampling: Sampling, source: Sequence[int] | None) -> None:
-        vocab = self.model.config.vocab
-        if not tokens:
-            what = "prompt" if source is None else "start of the target"
-            raise RequestError(f"the {what} is empty", "give at least one token")
-        for where, ids in (
-            ("prompt", tokens),
-            ("logit_bias", sampling.logit_bias),
-            ("stop_tokens", sampling.stop_tokens),
-            ("bad_words", [token for word in sampling.bad_words for token in word]),
-            ("forced_first", [] if sampling.forced_first is None else [sampling.forced_first]),
-            ("forced_last", [] if sampling.forced_last is None else [sampling.forced_last]),
-        ):
-            for token in ids:
-                if not 0 <= token < vocab:
-                    raise RequestError(f"{where}: token id {token} is outside the vocabulary of {vocab}")
-
     def _stops(self, sampling: Sampling) -> frozenset[int]:
         ends: set[int] = set(sampling.stop_tokens)
         if not sampling.ignore_eos:
@@ -444,7 +404,7 @@ class Engine:
         limit = event.limit if finish == "length" else None
         return Piece(event.request, event.sample, emitted, *numbers, finish, error, event.output, event.total, limit)
 
-    def _text_of(self, text: _Text, event: Event) -> tuple[str, FinishReason | None]:
+    def _text_of(self, text: Saying, event: Event) -> tuple[str, FinishReason | None]:
         """What this event adds to its sample's text, and how the sample ends if it does."""
         finish = event.finish
         emitted, stopped = text.push(None if finish == "stop" else event.token)  # a stop token is no text
@@ -453,93 +413,3 @@ class Engine:
         if stopped and finish in (None, "length"):
             finish = "stop"
         return emitted + (text.flush() if finish is not None else ""), finish
-
-
-class _Text:
-    """One sample's text: bytes made whole, stop strings found across tokens once ``min_tokens`` have come."""
-
-    def __init__(self, tokenizer: Tokenizer, sampling: Sampling) -> None:
-        self._words, self._stops = Detokenizer(tokenizer), StopStrings(sampling.stop)
-        self._unstoppable = sampling.min_tokens
-        self._stopped = False
-
-    def push(self, token: int | None) -> tuple[str, bool]:
-        if token is None:
-            return "", False
-        text = self._words.push(token)
-        self._unstoppable -= 1
-        if self._unstoppable >= 0:
-            return text, False
-        text, stopped = self._stops.push(text)
-        self._stopped = stopped is not None
-        return text, self._stopped
-
-    def flush(self) -> str:
-        if self._stopped:
-            return ""
-        text, stopped = self._stops.push(self._words.flush())
-        return text if stopped is not None else text + self._stops.flush()
-
-
-def _spill(placed: Sequence[Group], cache: CacheConfig, disk: Disk) -> Spill | None:
-    """Where tokens go that leave the pool; None: none does."""
-    if not any(group.level is not None and group.level.spilled for group in placed):
-        return None
-    return Spill(placed, cache.spill_ram, None if cache.spill_dir is None else Path(cache.spill_dir), disk)
-
-
-def _check_compressor(compressor: Compressor, placed: Sequence[Group]) -> None:
-    check_compressor(compressor.ratio, placed)
-    layers = compressor.by_layer()
-    for group in (group for group in placed if group.level is not None and group.level.ratio > 1):
-        sizes = group.mixer.kv_heads, group.mixer.head_dim, group.mixer.value_dim
-        for layer in group.layers:
-            if layer not in layers or layers[layer].sizes != sizes:
-                raise ConfigError(f"compressor: it was not made for layer {layer} of this model")
-
-
-def _results(plan: Plan, logits: Tensor) -> list[Result]:
-    """Sample and score each work's share of the logits [N, V]."""
-    sampled: list[tuple[int, int]] = []
-    start, shares = 0, []
-    for number, work in enumerate(plan.work):
-        stop = start + len(work.wanted)
-        if work.samples:
-            sampled.append((number, stop - 1))
-        shares.append((start, stop - 1 if work.samples else stop))
-        start = stop
-    results = [_scored(work, logits, share) for work, share in zip(plan.work, shares, strict=True)]
-    if sampled:
-        jobs = [_job(plan.work[number]) for number, _ in sampled]
-        for (number, _), chosen in zip(sampled, _chosen(logits[[at for _, at in sampled]], jobs), strict=True):
-            before = results[number]
-            fault = before.fault or chosen.fault
-            results[number] = Result(chosen.token, chosen.score, before.prompt, fault, candidates=chosen.candidates)
-    return results
-
-
-def _chosen(logits: Tensor, jobs: Sequence[Job]) -> list[Chosen]:
-    """Sample [N, V]; a caller's own function (``Sampling.allowed``) that raises ends its row and no other."""
-    try:
-        return sample(logits, jobs)
-    except Exception as error:
-        if all(job.sampling.allowed is None for job in jobs):
-            raise
-        if len(jobs) == 1:
-            return [Chosen(0, None, f"sampling failed: {type(error).__name__}: {error}")]
-        return [chosen for row, job in zip(logits.split(1), jobs, strict=True) for chosen in _chosen(row, [job])]
-
-
-def _scored(work: Work, logits: Tensor, share: tuple[int, int]) -> Result:
-    low, high = share
-    if low == high:
-        return Result()
-    first = work.start + work.wanted[0] + 1
-    targets = work.row.tokens[first : first + high - low]
-    scores = score_tokens(logits[low:high], targets, work.row.sampling.prompt_logprobs or 0)
-    return Result(fault=FAULT) if scores is None else Result(prompt=tuple(scores))
-
-
-def _job(work: Work) -> Job:
-    row = work.row
-    return Job(row.sampling, row.tokens, row.prompt_len, row.sample, row.stop_tokens, row.limit)

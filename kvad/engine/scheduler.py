@@ -24,7 +24,6 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ from kvad.engine.lanes import Item, Lanes, fold_lanes
 from kvad.engine.limits import Limits, Promises
 from kvad.engine.request import Event, FinishReason, Result, Sampling, TokenScore
 from kvad.engine.row import DONE, IDLE, RUNNING, WAITING, Encoding, Left, Plan, Request, Row, Usage, Work
+from kvad.engine.seating import Seating
 from kvad.engine.swaps import Swaps
 from kvad.errors import ConfigError, RequestError
 from kvad.step import Lane, Moves
@@ -83,12 +83,11 @@ class Scheduler:
         self.limits = limits
         self._promises = Promises(ledger.groups, ledger.spare)
         self._clock = clock
-        self._seats = list(range(rows))  # free ones, a heap: the lowest first
-        self._num_seats = rows
+        self._seating = Seating(ledger, rows)
+        self._running, self._waiting = self._seating.running, self._seating.waiting  # oldest first, both
+        self._seats = self._seating.free
         self._requests: dict[int, Request] = {}
         self._ended: dict[int, Usage] = {}
-        self._running: list[Row] = []  # oldest first, like _waiting
-        self._waiting: list[Row] = []
         self._flying: Plan | None = None
         self._pending: list[Event] = []
         self._left: list[Left] = []
@@ -158,9 +157,9 @@ class Scheduler:
                 "beams share what they have read, and under this cache's policy each row keeps what it ranks highest",
                 "search under a policy by position (full, window, sinks, truncate), or sample",
             )
-        if sampling.beams > self._num_seats:
+        if sampling.beams > self._seating.num_seats:
             raise RequestError(
-                f"{sampling.beams} beams need as many rows, there are {self._num_seats}", "ask for fewer"
+                f"{sampling.beams} beams need as many rows, there are {self._seating.num_seats}", "ask for fewer"
             )
         if not self.ledger.holds(sampling.beams, limit):
             raise RequestError(
@@ -326,7 +325,7 @@ class Scheduler:
                 self._blocked = self.ledger.releases
                 return
             del self._waiting[place]
-            self._seat_down(row, now)
+            self._seating.sit(row, now)
 
     def _encode(self) -> Plan | None:
         """A step of the encoder, for as many unread sources as the budget allows, at least one; None: none waits."""
@@ -391,25 +390,25 @@ class Scheduler:
 
     def _enter(self, row: Row, alone: bool, fresh: Sequence[Item] = ()) -> bool:
         """Give a row a seat and what the cache knows of it; False, and no change, if its tokens have no room now."""
-        idle = self._idle_beams(row)
+        idle = self._seating.idle_beams(row)
         if len(self._seats) <= len(idle) or not self.swaps.ready(row):
             return False
         if not alone and not self.swaps.safe(row, [*self._running, *(each for _, each, _ in fresh)]):
             return False
         seat = row.seat = self._seats[0]
-        length = self._woken(row, seat) if row.parked is not None else self._share(row, seat)
+        length = self._woken(row, seat) if row.parked is not None else self._seating.share(row, seat)
         if length == 0 and row.parked is not None:
             row.seat = -1
             return False
         if length is None:
             length = self.ledger.admit(seat, row.tokens, row.group.root, self._most(row), row.fetch)
             assert length is not None, f"seat {seat} is taken"
-        if row.group.source is not None and not row.encoded and not self._attach(row, seat, row.group.source):
-            self._leave(row, seated=False)
+        if row.group.source is not None and not row.encoded and not self._seating.attach(row, seat, row.group.source):
+            self._seating.leave(row, seated=False)
             return False
         row.computed = length
         if not alone and not self.ledger.fits(seat, len(row.tokens), self._claims(fresh)):
-            self._leave(row, seated=False)
+            self._seating.leave(row, seated=False)
             return False
         heapq.heappop(self._seats)
         for beam in idle:
@@ -420,48 +419,6 @@ class Scheduler:
         """The length of a parked row that has its blocks again; 0: there is no room for them."""
         assert row.parked is not None
         return row.parked.length if self.ledger.wake(seat, row.parked) else 0
-
-    def _idle_beams(self, row: Row) -> list[Row]:
-        """Beams that take a seat with this row, the first of its search to be seated: they will be forked into it."""
-        rows = row.group.rows if row.group.beams is not None else []
-        return [beam for beam in rows if beam.state == IDLE and beam.seat < 0]
-
-    def _attach(self, row: Row, seat: int, source: tuple[int, ...]) -> bool:
-        """Hold the row's source: a sibling's, a known one, or room for it; False: there is no room now."""
-        if not row.tokens:
-            return True  # nothing is kept
-        for sibling in row.group.rows:
-            if sibling is not row and sibling.state == RUNNING and sibling.encoded:
-                self.ledger.share_source(sibling.seat, seat)
-                row.encoded = True
-                return True
-        known = self.ledger.attach(seat, source, row.group.root)
-        if known is False and row.parked is not None and row.parked.source:
-            self.ledger.wake_source(seat)
-            known = True
-        row.encoded = known is True
-        return known is not None
-
-    def _share(self, row: Row, seat: int) -> int | None:
-        """Fork a new sample from a sibling that has the prompt: all of it but the last token, which gives logits."""
-        length = row.prompt_len - 1
-        if row.sample == 0 or row.generated or length == 0:
-            return None
-        for sibling in row.group.rows:
-            if sibling.state == RUNNING and sibling.computed >= row.prompt_len:
-                if not self.ledger.fork(sibling.seat, seat, length):
-                    return None
-                row.encoded = True
-                return length
-        return None
-
-    def _leave(self, row: Row, *, seated: bool = True, publish: bool = True, released: bool = False) -> None:
-        if not released:
-            self.ledger.release(row.seat, publish)
-        if seated:
-            heapq.heappush(self._seats, row.seat)
-        row.seat, row.computed, row.width = -1, 0, 0
-        row.encoded = row.group.source is None
 
     def _reserve(self, items: list[Item], fresh: list[Item]) -> tuple[list[Item], Placed] | None:
         """Place all of ``items``, and as many of ``fresh`` as there is room for: the others wait on."""
@@ -474,15 +431,15 @@ class Scheduler:
             if not fresh:
                 return None
             row = fresh.pop()[1]
-            self._leave(row)
+            self._seating.leave(row)
             if all(beam.seat < 0 for beam in row.group.rows if beam.state != IDLE):
-                self._unseat_idle(row.group)
+                self._seating.unseat_idle(row.group)
             self._blocked = self.ledger.releases
             if not items and not fresh and not self._running:
                 error = f"the cache has no room for {len(row.tokens)} tokens of one row"
                 self._end(row, "length", error, limit="pool", tell=True)
             else:
-                insort(self._waiting, row, key=_order)
+                self._seating.wait(row)
         return None
 
     def _give_way(self, items: Sequence[Item]) -> None:
@@ -521,19 +478,13 @@ class Scheduler:
             self._running.remove(each)
             full = self.ledger.stats() if LOG.isEnabledFor(logging.INFO) else None
             self._log(f"a row is preempted, {self.swaps.leave(each)}", each, full)
-            self._leave(each, released=each.parked is not None)
+            self._seating.leave(each, released=each.parked is not None)
             each.state, each.pending = WAITING, None
-            insort(self._waiting, each, key=_order)
-        self._unseat_idle(row.group)
+            self._seating.wait(each)
+        self._seating.unseat_idle(row.group)
         row.group.usage.preemptions += 1
         self._preemptions += 1
         self._blocked = self.ledger.releases
-
-    def _unseat_idle(self, request: Request) -> None:
-        for beam in request.rows:
-            if beam.state == IDLE and beam.seat >= 0:
-                heapq.heappush(self._seats, beam.seat)
-                beam.seat = -1
 
     def _depart(self, items: list[Item], placed: Placed) -> Plan:
         work = []
@@ -544,7 +495,7 @@ class Scheduler:
             row.fetch = None
             if row.state == WAITING:
                 now = self._clock() if now is None else now
-                self._seat_down(row, now)
+                self._seating.sit(row, now)
             work.append(self._work(row, new))
             self._tokens += new
         self._steps += 1
@@ -552,14 +503,6 @@ class Scheduler:
         cross = fold_lanes(items, lanes) if self.ledger.source_capacity else None
         self._flying = Plan(tuple(work), lanes, placed, cross=cross)
         return self._flying
-
-    def _seat_down(self, row: Row, now: float) -> None:
-        row.state = RUNNING
-        insort(self._running, row, key=_order)
-        usage = row.group.usage
-        if usage.admitted is None:
-            usage.admitted = now
-            usage.cached = row.computed
 
     def _work(self, row: Row, new: int) -> Work:
         start, end = row.computed, row.computed + new
@@ -690,20 +633,12 @@ class Scheduler:
                 row.state = IDLE
         spare = [row for row in request.rows if row.state == IDLE]
         request.live = [
-            live[child.parent] if first[child.parent] == rank else self._fork(live[child.parent], spare.pop(0))
+            live[child.parent] if first[child.parent] == rank else self._seating.fork(live[child.parent], spare.pop(0))
             for rank, child in enumerate(children)
         ]
         for row, child in zip(request.live, children, strict=True):
             row.tokens.append(child.token)
         return []
-
-    def _fork(self, row: Row, twin: Row) -> Row:
-        forked = self.ledger.fork(row.seat, twin.seat, row.computed)
-        assert forked, "the end of a row can be forked"
-        twin.tokens, twin.computed, twin.width = list(row.tokens), row.computed, row.width
-        twin.encoded, twin.state = True, RUNNING
-        insort(self._running, twin, key=_order)
-        return twin
 
     def _end_beams(
         self,
@@ -752,7 +687,7 @@ class Scheduler:
             if standing is not None and standing.length:
                 self._left.append(Left(row.request, tuple(row.tokens[: standing.length]), standing))
             self._running.remove(row)
-            self._leave(row, publish=reason != "error")
+            self._seating.leave(row, publish=reason != "error")
         elif row in self._waiting:
             self._waiting.remove(row)
             self._blocked = -1
@@ -775,30 +710,13 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that every row is in one place, seats add up, and the ledger's own law."""
-        beams = [row for request in self._requests.values() for row in request.rows if row.state == IDLE]
-        idle = [row.seat for row in beams if row.seat >= 0]
-        assert len(self._running) + len(idle) + len(self._seats) == self._num_seats, "seats leak"
-        seats = sorted([row.seat for row in self._running] + idle + self._seats)
-        assert seats == list(range(self._num_seats)), "a seat is taken twice"
-        for rows, state in ((self._running, RUNNING), (self._waiting, WAITING)):
-            assert all(row.state == state for row in rows), f"a row in the {state} list is not {state}"
-            assert [_order(row) for row in rows] == sorted({_order(row) for row in rows}), f"{state}: out of order"
-        alive = [row for request in self._requests.values() for row in request.rows if row.state not in (DONE, IDLE)]
-        assert len(alive) == len(self._running) + len(self._waiting), "a row is lost"
-        for row in self._running:
-            assert row.computed == self.ledger.length(row.seat), "the row and the ledger disagree on its length"
-            answered = (row.group.source is not None and not row.tokens) or row.pending is not None
-            assert answered or row.computed < len(row.tokens) <= row.limit, "a row with nothing to compute is running"
+        self._seating.check([row for request in self._requests.values() for row in request.rows])
         self.ledger.check()
 
 
 def _says_stop(row: Row) -> bool:
     """Nothing is lost of a row that has said nothing yet: it can wait."""
     return row.on_full == "stop" and row.generated > 0
-
-
-def _order(row: Row) -> tuple[int, int]:
-    return row.order
 
 
 def _by_request(item: Item) -> tuple[int, tuple[int, int]]:

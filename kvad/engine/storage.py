@@ -1,4 +1,4 @@
-"""Open what an engine's cache has beside its pool: the tiers, where it asks for any.
+"""Open what an engine's cache has beside its pool, where it asks for any: the tiers, and the spill.
 
 A folder that cannot be had (another process holds it, the disk refuses) is said in one line, and the engine goes on
 without it; one that cannot be meant is the user's error.
@@ -21,12 +21,20 @@ from kvad.cache.identity import Identity
 from kvad.cache.pins import pinned_keys
 from kvad.cache.shelf import LOCK, Shelf
 from kvad.cache.sizing import CacheConfig, Group
+from kvad.cache.spill import Spill
 from kvad.cache.tiers import Tiers, space
 from kvad.errors import ConfigError, EntryError, counted
 
-__all__ = ["open_tiers"]
+__all__ = ["open_spill", "open_tiers"]
 
 LOG = logging.getLogger(__name__)
+
+
+def open_spill(cache: CacheConfig, placed: Sequence[Group], disk: Disk = DISK) -> Spill | None:
+    """Where tokens go that leave the pool; None: none does.  ConfigError: its folder cannot be used."""
+    if not any(group.level is not None and group.level.spilled for group in placed):
+        return None
+    return Spill(placed, cache.spill_ram, None if cache.spill_dir is None else Path(cache.spill_dir), disk)
 
 
 def open_tiers(

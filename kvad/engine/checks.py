@@ -1,0 +1,68 @@
+"""What can be said of a request before it is queued: RequestError names what this model cannot serve, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvad.cache.planning import check_compressor
+from kvad.cache.sizing import Group
+from kvad.config import ModelConfig
+from kvad.engine.request import Sampling
+from kvad.errors import ConfigError, RequestError
+from kvad.model.compress import Compressor
+
+__all__ = ["check_compressor_of", "check_ids", "check_kind", "check_source"]
+
+_ENCODER_CAN = "it can embed, tag, classify or fill masks, as its head says"
+
+
+def check_kind(config: ModelConfig, source: Sequence[int] | None) -> None:
+    """Is this how such a model is asked?"""
+    if config.kind == "encoder":
+        raise RequestError("this model is an encoder: it cannot continue a text", _ENCODER_CAN)
+    if config.kind == "decoder" and source is not None:
+        raise RequestError("this model has no encoder to read a source", "give a prompt")
+    if config.kind == "encoder-decoder":
+        if source is None:
+            raise RequestError("this model answers a source", "give the text to translate as the source")
+        check_source(config, source)
+
+
+def check_source(config: ModelConfig, tokens: Sequence[int]) -> None:
+    """Can the encoder read it?"""
+    limit = config.limit if config.source is None else config.source.limit
+    vocab = config.vocab if config.source is None or config.source.vocab is None else config.source.vocab
+    if len(tokens) > limit:
+        raise RequestError(f"the source has {len(tokens)} tokens, the encoder's limit is {limit}", "shorten it")
+    for token in tokens:
+        if not 0 <= token < vocab:
+            raise RequestError(f"source: token id {token} is outside the vocabulary of {vocab}")
+
+
+def check_ids(config: ModelConfig, tokens: Sequence[int], sampling: Sampling, source: Sequence[int] | None) -> None:
+    """Is every token that is named one of the vocabulary's?"""
+    if not tokens:
+        what = "prompt" if source is None else "start of the target"
+        raise RequestError(f"the {what} is empty", "give at least one token")
+    for where, ids in (
+        ("prompt", tokens),
+        ("logit_bias", sampling.logit_bias),
+        ("stop_tokens", sampling.stop_tokens),
+        ("bad_words", [token for word in sampling.bad_words for token in word]),
+        ("forced_first", [] if sampling.forced_first is None else [sampling.forced_first]),
+        ("forced_last", [] if sampling.forced_last is None else [sampling.forced_last]),
+    ):
+        for token in ids:
+            if not 0 <= token < config.vocab:
+                raise RequestError(f"{where}: token id {token} is outside the vocabulary of {config.vocab}")
+
+
+def check_compressor_of(compressor: Compressor, placed: Sequence[Group]) -> None:
+    """ConfigError where it was not made for these groups."""
+    check_compressor(compressor.ratio, placed)
+    layers = compressor.by_layer()
+    for group in (group for group in placed if group.level is not None and group.level.ratio > 1):
+        sizes = group.mixer.kv_heads, group.mixer.head_dim, group.mixer.value_dim
+        for layer in group.layers:
+            if layer not in layers or layers[layer].sizes != sizes:
+                raise ConfigError(f"compressor: it was not made for layer {layer} of this model")
