@@ -126,6 +126,8 @@ def test_a_chat_that_spills_goes_on_and_its_text_is_kept(kvad, folder, model, tm
     lines = f"hello, how are you?\nand now\n/save gone\n/save {tmp_path}/kept.json\n/load {tmp_path}/kept.json\nyes\n"
     ran = kvad("chat", model, *GREEDY, *spill, stdin=lines.encode())
     plain = kvad("chat", model, *GREEDY, stdin=lines.replace("/save gone\n", "").encode())
+    lines = kvad("chat", model, *GREEDY, *spill, stdin=b"hi\n/kv\n").err.splitlines()
+    assert "2 layers, all tokens: " in lines[0] and "2 layers, older tokens, spilled: " in lines[1]
     assert ran.code == 0 and ran.out == plain.out and len(ran.out.splitlines()) >= 3
     assert "what a row has spilled is not saved" in ran.err and "not kept, for its rows spill" in ran.err
     assert len(json.loads((tmp_path / "kept.json").read_text())["turns"]) == 2 and not os.listdir(folder)
