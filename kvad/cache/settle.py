@@ -43,6 +43,11 @@ def settle(config: ModelConfig, cache: CacheConfig) -> CacheConfig:
         return cache
     if cache.on_full not in GOES_ON:
         return cache
+    if cache.endless and cache.on_full in ("summarise", "spill"):
+        raise ConfigError(
+            f"cache.endless: under on_full={cache.on_full} a row ends at the model's limit",
+            "leave it out, or take sinks",
+        )
     policy = str(_policy(config, cache, min(config.limit, cache.capacity)))
     if cache.policy not in ("full", policy):
         raise ConfigError(

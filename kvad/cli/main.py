@@ -48,12 +48,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("kvad.cli.plan:plan", "How much memory will it take? Nothing is loaded."),
     "verify": ("kvad.cli.verify:verify", "Prove that the cache changes nothing."),
     "bench": ("kvad.cli.bench:bench", "Time a cache, and measure what one that forgets costs."),
-    "prefix": ("kvad.cli.prefix:prefix", "Keep the keys and values of a text."),
+    "prefix": ("kvad.cli.prefix:prefix", "Compute once what many requests begin with, and keep it."),
     "inspect": ("kvad.cli.inspect:inspect", "What is in a checkpoint; draw its attention."),
-    "doctor": (
-        "kvad.cli.doctor:doctor",
-        "Look a checkpoint, or a tier's folder, over: is it whole?",
-    ),
+    "doctor": ("kvad.cli.doctor:doctor", "Look a checkpoint, or a cache's folder, over: is it whole?"),
     "plot": ("kvad.cli.plot:plot", "Draw figures from JSON lines."),
     "completion": ("kvad.cli.completion:completion", "Print the completion script of a shell."),
 }

@@ -26,6 +26,7 @@ from kvad.cli.tiers import TierUse, tier_lines, tier_options, tier_use, tiers_as
 from kvad.errors import DataError, counted
 
 if TYPE_CHECKING:
+    from kvad.cache.sizing import Group
     from kvad.engine.engine import Piece
     from kvad.engine.scheduler import Usage
     from kvad.engine.swaps import SwapStats
@@ -170,7 +171,8 @@ class Interrupt:
 @dataclass(frozen=True)
 class GroupUse:
     """Blocks of one cache group: read by rows now, at the peak, kept for reuse, free, left free by admissions; and
-    bytes, columns and scales included.  ``stored``: the format of its keys and values."""
+    bytes, columns and scales included.  ``stored``: the format of its keys and values; ``form``: "hot", or what older
+    tokens are there: "packed", "summarised", "spilled"."""
 
     layers: int
     window: int | None
@@ -184,6 +186,7 @@ class GroupUse:
     pool_bytes: int
     scale_bytes: int
     stored: str
+    form: str = "hot"
 
 
 @dataclass(frozen=True)
@@ -248,9 +251,16 @@ def group_use(llm: LLM) -> tuple[GroupUse, ...]:
                 pool_bytes=size.total,
                 scale_bytes=size.scales,
                 stored=joined(group.keys, group.values),
+                form=_form(group),
             )
         )
     return tuple(made)
+
+
+def _form(group: Group) -> str:
+    if group.level is None:
+        return "hot"
+    return "spilled" if group.level.spilled else "packed" if group.level.ratio == 1 else "summarised"
 
 
 def spilled(llm: LLM) -> Spilled | None:
@@ -349,8 +359,9 @@ def cache_lines(groups: tuple[GroupUse, ...]) -> list[str]:
 
 def _cache_line(use: GroupUse) -> str:
     scales = f", {format_bytes(use.scale_bytes)} of it scales" if use.scale_bytes else ""
+    what = "all tokens" if use.window is None else f"window of {use.window}"
     return (
-        f"{counted(use.layers, 'layer')}, {'all tokens' if use.window is None else f'window of {use.window}'}: "
+        f"{counted(use.layers, 'layer')}, {what if use.form == 'hot' else f'older tokens, {use.form}'}: "
         f"{use.used} of {counted(use.total, 'block')} in use, {use.evictable} kept for reuse, {use.free} free "
         f"(watermark {use.watermark}); "
         f"peak {use.peak} = {format_bytes(use.peak * use.block_bytes)} of {format_bytes(use.pool_bytes)} "

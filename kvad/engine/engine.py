@@ -40,7 +40,7 @@ from kvad.engine.saying import Saying
 from kvad.engine.scheduler import Plan, Scheduler, Usage
 from kvad.engine.storage import open_spill, open_tiers
 from kvad.engine.swaps import Swaps
-from kvad.errors import KvadError, RequestError
+from kvad.errors import ConfigError, KvadError, RequestError
 from kvad.model.compress import Compressor
 from kvad.model.fingerprint import fingerprint
 from kvad.model.isolate import isolate

@@ -2,13 +2,25 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
+from kvad.checkpoint.native import save
+from kvad.text.tokenizer import train_tokenizer
 from tests.cli.checkpoint import run, write_model
+from tests.models import build, pair_config
 
 TEXT = "def add(first, second):\n    return first + second\n\n"
 GREEDY = ("--temperature", 0, "--max-tokens", 6)
+
+
+def write_pair(folder):
+    bytes_of = train_tokenizer("byte", [])
+    config = pair_config("rope")
+    config = replace(config, vocab=bytes_of.vocab_size)
+    save(folder, config, build(config).float().state_dict(), bytes_of)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +126,8 @@ def test_a_chat_that_spills_goes_on_and_its_text_is_kept(kvad, folder, model, tm
     lines = f"hello, how are you?\nand now\n/save gone\n/save {tmp_path}/kept.json\n/load {tmp_path}/kept.json\nyes\n"
     ran = kvad("chat", model, *GREEDY, *spill, stdin=lines.encode())
     plain = kvad("chat", model, *GREEDY, stdin=lines.replace("/save gone\n", "").encode())
+    lines = kvad("chat", model, *GREEDY, *spill, stdin=b"hi\n/kv\n").err.splitlines()
+    assert "2 layers, all tokens: " in lines[0] and "2 layers, older tokens, spilled: " in lines[1]
     assert ran.code == 0 and ran.out == plain.out and len(ran.out.splitlines()) >= 3
     assert "what a row has spilled is not saved" in ran.err and "not kept, for its rows spill" in ran.err
     assert len(json.loads((tmp_path / "kept.json").read_text())["turns"]) == 2 and not os.listdir(folder)
@@ -147,3 +161,16 @@ def test_a_smaller_budget_leaves_pinned_blocks(kvad, model, tmp_path):
     assert ran.code == 0 and "48 from disk" in ran.err and "3 pinned" in ran.err
     refused(kvad("prefix", "add", model, "--prompt", "y" * 40, "--name", "b", "--tier", tier, "--tier-bytes", "1"))
     assert kvad("doctor", tier).code == 0 and "3 blocks" in kvad("prefix", "list", "--tier", tier).out
+
+
+@pytest.mark.parametrize("on_full", ["spill", "summarise"])
+def test_rows_without_an_end_are_refused_where_they_have_one(kvad, model, on_full):
+    for command in (("generate", model, "x"), ("plan", model)):
+        ran = kvad(*command, "--endless", "--on-full", on_full, "--context", 48)
+        refused(ran, "endless", on_full, "ends at the model's limit")
+
+
+def test_an_encoder_decoder_has_no_prefix_for_many(kvad, tmp_path):
+    """In the words of what it is, before the engine asks for a source that this command has no option for."""
+    pair = write_pair(tmp_path / "pair")
+    refused(kvad("prefix", "add", pair, "--prompt", TEXT, "--name", "p", "--tier", tmp_path / "tier"), "its source")
