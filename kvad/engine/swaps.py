@@ -46,7 +46,7 @@ class SwapStats:
 
 class Swaps:
     """Decides for the rows of one scheduler.  ``parking`` None: lossy rows are copied without a bound and kept by the
-    device alone, exact ones are always computed again.  ``block_bytes``: of each group's, as the memory says."""
+    device alone, exact ones are always computed again.  ``block_bytes``: of each group, as the memory says."""
 
     def __init__(
         self,

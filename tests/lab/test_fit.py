@@ -129,7 +129,7 @@ def test_a_policy_that_was_asked_for_is_held_against_everything():
 def test_a_line_says_the_policy_that_rows_go_on_under():
     plan = plan_memory(shape("smollm-135m"), CacheConfig(capacity=256, on_full="spill", rows=2))
     found = table(plan, 2 * GIB, contexts=(256, 512)).offers
-    assert {offer.policy for offer in found} == {"spilled(128, 1920, 128)", "spilled(384, 1664, 128)"}
+    assert {offer.policy for offer in found} == {"spilled(192, 1856)", "spilled(384, 1664, 128)"}
     assert {offer.stored: offer.free for offer in found} == {
         "float32": True, "bfloat16": False, "int8": False, "int4": False
     }  # fmt: skip
