@@ -155,7 +155,7 @@ class MemoryPlan:
     @property
     def tiers(self) -> int:
         """Host memory of the tiers: what they may hold, and what may wait to be written.  Not counted: what is on its
-        way back in, which is at most what two rows hold, while they wait."""
+        way back in, which is at most what three rows hold, while they wait."""
         return self.cache.tier_memory
 
     @property

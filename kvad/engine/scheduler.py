@@ -43,7 +43,7 @@ __all__ = ["Plan", "Row", "Scheduler", "SchedulerStats", "Usage", "Work"]
 
 MOST_LOSSES = 2  # a row whose spilled part was lost is computed again so often, then it ends
 KEPT_USAGES = 4096  # of ended requests, the latest
-FETCHES = 2  # rows whose blocks are brought from the tiers at once: so many rows' bytes are in host memory
+FETCHES = 2  # rows whose blocks are brought from the tiers at once, and the oldest: their bytes are in host memory
 LOG = logging.getLogger(__name__)
 
 
@@ -370,8 +370,8 @@ class Scheduler:
             row.fetch = self.ledger.fetch(row.tokens, row.group.root, self._most(row))
         if row.fetch.ready():
             return True
-        coming = sum(other.fetch is not None and other.fetch.started for other in self._waiting)
-        if row.fetch.started or coming >= FETCHES:
+        others = sum(other.fetch is not None and bool(other.fetch.tickets) for other in self._waiting)
+        if row.fetch.started or (others >= FETCHES and row is not self._waiting[0]):  # the oldest waits for nobody
             return False
         row.fetch.start()
         return row.fetch.ready()

@@ -429,18 +429,17 @@ class ForgetsToWithdraw(Deposits):
         pass
 
 
-class LoadsForTheGone(Deposits):
-    """A row that has left is loaded all the same: into blocks that are others' by then."""
-
-    def left(self, row: int) -> Any:
-        return self.told.pop(row, None)
-
-
 class TooEarly(Ledger):
     """Takes what has not come for what has."""
 
-    def _there(self, index: int, prefix: Any, fetch: Fetch | None) -> bool:
-        return super()._there(index, prefix, fetch) or (fetch is not None and prefix in fetch.tickets)
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        there = self._chains._there
+
+        def early(index: int, prefix: Any, fetch: Fetch | None) -> bool:
+            return there(index, prefix, fetch) or (fetch is not None and prefix in fetch.tickets)
+
+        self._chains._there = early  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(
@@ -450,7 +449,6 @@ class TooEarly(Ledger):
         ("scarce", {"memory": StoresLate}),
         ("scarce-collisions", {"tier": TrustsTheKey}),
         ("scarce-collisions", {"tier": TrustsTheTokens}),
-        ("scarce", {"deposits": LoadsForTheGone}),
         ("scarce", {"ledger": TooEarly}),
     ],
     ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else value,
@@ -468,3 +466,9 @@ def test_a_broken_tier_is_heard(name: str, parts: dict[str, Any]) -> None:
 def test_a_withdrawal_that_does_not_arrive_is_heard(parts: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="in the tier"):
         fault(**parts)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_wait_for_nothing_keep_nobody_from_the_tiers(seed: int) -> None:
+    """Samples wait for their first, with nothing to fetch: they do not count as rows whose blocks are on their way."""
+    TieredDriver(TIERED["scarce"], seed, luck=seed).run(2500)
