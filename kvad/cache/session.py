@@ -81,7 +81,7 @@ def load_state(
             regime, salt = str(header.facts["regime"]), str(header.facts["salt"])
             different = list(identity(regime, salt).differs(header.identity))
             if different:
-                raise _other(path, "; ".join(different), header.facts["said"].get("model"))
+                raise _other(path, "; ".join(different), header.facts.get("said", {}).get("model"))
             return _read(entry, memory, regime, salt, home)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise EntryError(
