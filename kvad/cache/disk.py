@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DISK", "Buffer", "Disk", "Listed"]
+__all__ = ["DISK", "Buffer", "Disk", "Listed", "user_cache"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -124,3 +124,9 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def user_cache(name: str) -> Path:
+    """Where ``name`` lies if nobody says: the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "kvad" / name

@@ -13,7 +13,6 @@ theirs alone to be thrown away, for rows do not see one another.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvad.cache.disk import DISK, Disk
+from kvad.cache.disk import DISK, Disk, user_cache
 from kvad.cache.layout import Table, read_column
 from kvad.cache.sizing import Group
 from kvad.cache.spilled import TILES, Piece, pieces, spilling
@@ -34,7 +33,7 @@ from kvad.errors import ConfigError
 from kvad.ops.quantize import Codec, find_codec
 from kvad.step import EMPTY_BLOCK, RESERVED_BLOCKS, Mark, Step
 
-__all__ = ["Spill", "SpillStats", "Tile", "default_folder"]
+__all__ = ["Spill", "SpillStats", "Tile"]
 
 FEW = 8  # runs of a row in a tile that are copied one by one; more are gathered first
 
@@ -62,12 +61,6 @@ class Tile(NamedTuple):
     near: bool
 
 
-def default_folder() -> Path:
-    """Where files go if nobody says: the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "kvad" / "spill"
-
-
 class Spill:
     """The spools of all levels that are spilled, and what reads them.
 
@@ -77,7 +70,7 @@ class Spill:
 
     def __init__(self, groups: Sequence[Group], ram: int, folder: Path | None = None, disk: Disk = DISK) -> None:
         self.plan = spilling(groups, ram)
-        where = folder or default_folder()
+        where = folder or user_cache("spill")
         self.folder = where if self.plan.disk else None
         if self.folder is not None:
             _prepare(self.folder, disk)

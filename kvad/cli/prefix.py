@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 import click
 
+from kvad.cache.disk import user_cache
 from kvad.cache.pins import Pin, find_pin, read_pins, remove_pin
 from kvad.cache.shelf import Shelf
 from kvad.cli.common import emit_json, format_bytes, json_option, model_argument
 from kvad.cli.helping import Sectioned
 from kvad.cli.running import cache_options, open_llm, read_stdin
-from kvad.cli.tiers import default_tier
 from kvad.errors import DataError, RequestError, UsageError, counted
 
 __all__ = ["prefix"]
@@ -68,7 +68,7 @@ def add(model: Path, prompt: str | None, file: Path | None, name: str, as_json: 
     if (prompt is None) == (file is None):
         raise click.UsageError("give the text with --prompt, or its --file")
     text = _read(file) if prompt is None else read_stdin() if prompt == "-" else prompt
-    options["tier"] = options["tier"] or default_tier()
+    options["tier"] = options["tier"] or user_cache("tier")
     from kvad.engine.prefixes import keep_prefix
 
     with open_llm(model, options, rows=1) as llm:
@@ -170,7 +170,7 @@ def _read(file: Path | None) -> str:
 
 
 def _folder(tier: Path | None) -> Path:
-    folder = default_tier() if tier is None else tier
+    folder = user_cache("tier") if tier is None else tier
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder", "name the tier's: --tier FOLDER")
     return folder

@@ -20,7 +20,7 @@ from kvad.errors import UsageError, counted
 if TYPE_CHECKING:
     from kvad.llm import LLM
 
-__all__ = ["TierUse", "default_tier", "tier_lines", "tier_options", "tier_use", "tiers_asked"]
+__all__ = ["TierUse", "tier_lines", "tier_options", "tier_use", "tiers_asked"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _OPTIONS = (
@@ -62,12 +62,6 @@ def _size(name: str, text: str) -> int:
                 f"{flag} {text}: a tier of no bytes holds nothing", "leave it out, or give it more"
             ) from None
         raise UsageError(f"{flag} {text}: {error.message}", error.hint) from None
-
-
-def default_tier() -> Path:
-    """Where prefixes are kept when no folder is named: the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvad" / "tier"
 
 
 # ---------------------------------------------------------------- statistics
