@@ -205,10 +205,11 @@ def test_a_row_that_was_to_wake_in_a_failed_step_is_in_memory_no_more():
 
 
 def threads():
-    return {thread.name for thread in threading.enumerate() if thread.name.startswith("kvad")}
+    return {thread for thread in threading.enumerate() if thread.name.startswith("kvad")}
 
 
 def test_a_close_that_fails_in_one_place_closes_the_others(tmp_path, monkeypatch):
+    before = threads()  # of what other tests have not closed
     made = tiered(tier=str(tmp_path / "t"), park_ram=0)
     made.submit(PROMPT, GREEDY)
     for _ in range(3):
@@ -225,7 +226,7 @@ def test_a_close_that_fails_in_one_place_closes_the_others(tmp_path, monkeypatch
     again = tiered(tier=str(tmp_path / "t"))
     assert again.tiers is not None and again.tiers.on_disk
     again.close()
-    assert not threads()
+    assert threads() <= before
 
 
 def test_an_engine_that_cannot_be_made_leaves_no_lock_and_no_file(tmp_path):

@@ -92,11 +92,12 @@ class Entry:
         return self.position, self.token, self.history
 
 
-Cell = tuple[str, tuple[Entry, ...]]  # how a slot holds which tokens
+HOT, PACKED, SUMMARY = range(3)  # numbers: a name's hash would differ from run to run
+Cell = tuple[int, tuple[Entry, ...]]  # how a slot holds which tokens
 
 
 def hot(entry: Entry) -> Cell:
-    return "hot", (entry,)
+    return HOT, (entry,)
 
 
 def staying(policy: Scored, held: Sequence[Cell], layer: int, head: int, kept: int, now: int) -> list[Cell]:
@@ -178,14 +179,14 @@ class Kept:
         del self.cells[policy.sinks : policy.sinks + leaving]
         self.left += leaving
         if policy.packed:
-            self.packed += [("packed", entries) for _, entries in gone]
+            self.packed += [(PACKED, entries) for _, entries in gone]
             over = 0 if policy.packed < 0 else max(0, len(self.packed) - policy.packed)
             gone, self.packed = self.packed[:over], self.packed[over:]
         if policy.summaries:
             many = policy.ratio
             for at in range(0, len(gone), many):
                 entries = tuple(entry for _, each in gone[at : at + many] for entry in each)
-                self.summaries.append(("summary", entries))
+                self.summaries.append((SUMMARY, entries))
             over = -(-len(self.summaries) // size) - -(-policy.summaries // size)
             self.summaries = self.summaries[max(0, over) * size :]
 
@@ -307,7 +308,7 @@ class PolicyMemory(FakeMemory):
         (line,), (above,) = self.lines[g].values(), self.lines[level.above].values()
         read = [above[slot] for slot in self.slots(level.above, [source for source, _ in pairs])]
         for slot, cell in zip(self.slots(g, [target for _, target in pairs]), read, strict=True):
-            line[slot] = None if cell is None else ("packed", cell[1])
+            line[slot] = None if cell is None else (PACKED, cell[1])
 
     def fold(self, g: int, moves: Moves) -> None:
         level = self.groups[g].level
@@ -322,7 +323,7 @@ class PolicyMemory(FakeMemory):
                     line[fold.target * size + at] = line[fold.base * size + at] if at < fold.slot else None
             for at in range(0, size, level.ratio):
                 entries = tuple(entry for cell in cells[at : at + level.ratio] if cell is not None for entry in cell[1])
-                line[fold.target * size + fold.slot + at // level.ratio] = "summary", entries
+                line[fold.target * size + fold.slot + at // level.ratio] = SUMMARY, entries
 
     def copy(self, g: int, source: int, target: int, kept: int) -> None:
         size = self.groups[g].block_size
