@@ -92,7 +92,7 @@ class _Page:
 def _train(page: _Page, minutes: float, out: Path, seed: int) -> Outcome:
     from kvad.cli.train import draw_loss_curve
     from kvad.lab.sources import find_sources
-    from kvad.train.config import DataConfig, RunConfig, TrainConfig
+    from kvad.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig
     from kvad.train.job import train
     from kvad.train.progress import progress_on
 
@@ -102,7 +102,8 @@ def _train(page: _Page, minutes: float, out: Path, seed: int) -> Outcome:
     config = RunConfig(
         model={"preset": PRESET, "limit": LIMIT},
         data=DataConfig(context=CONTEXT, errors="replace"),
-        train=TrainConfig(minutes=minutes, batch=4, lr=2e-3, min_lr=1e-4, eval_every=200, eval_tokens=16384, seed=seed),
+        optim=OptimConfig(lr=2e-3, min_lr=1e-4),
+        train=TrainConfig(minutes=minutes, batch=4, eval_every=200, eval_tokens=16384, seed=seed),
     )
     out.mkdir(parents=True, exist_ok=True)
     (out / RESULT).write_text("{}\n", encoding="utf-8")  # from here on the folder is the demo's

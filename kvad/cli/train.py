@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,15 @@ PLACES = {
     "accumulate": "train.accumulate",
     "steps": "train.steps",
     "minutes": "train.minutes",
-    "lr": "train.lr",
-    "min_lr": "train.min_lr",
-    "warmup": "train.warmup",
+    "lr": "optim.lr",
+    "min_lr": "optim.min_lr",
+    "warmup": "optim.warmup",
     "seed": "train.seed",
     "precision": "train.precision",
     "device": "train.device",
     "eval_every": "train.eval_every",
     "save_every": "train.save_every",
-    "objective": "train.objective",
+    "objective": "objective.kind",
     "init": "compress.model",
 }
 
@@ -63,7 +63,13 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
     type=click.Path(path_type=Path),
     help="A run file (TOML); flags go before it.",
 )
-@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Set a key of what is trained.")
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Set any key of the run: optim.lr=1e-3; the model's need no table: decoder.layers=4.",
+)
 @click.option("--objective", type=click.Choice(["next-token", "compress"]), help="[default: next-token]")
 @click.option("--init", metavar="MODEL", help="Of compress: the model whose cache is compressed.")
 @click.option(
@@ -116,15 +122,16 @@ def train(
 ) -> None:
     """Train a model on text files and folders, or on pairs of texts.
 
-    Every file is a document.  An encoder-decoder (--preset transformer-tiny) learns from pairs instead: CORPUS are TSV
-    files of `SOURCE<tab>TARGET` lines, or --pairs names two parallel files.  Ctrl-C saves and says how to go on; so
-    does SIGTERM.  The run's folder holds its checkpoints, metrics.jsonl, and the loss curve as PNG and SVG (where
-    matplotlib is installed).
+    A run file (TOML) may stand before the corpus.  Every file is a document.  An encoder-decoder (--preset
+    transformer-tiny) learns from pairs instead: CORPUS are TSV files of `SOURCE<tab>TARGET` lines, or --pairs names two
+    parallel files.  Ctrl-C saves and says how to go on; so does SIGTERM.  The run's folder holds its checkpoints,
+    metrics.jsonl, and the loss curve as PNG and SVG (where matplotlib is installed).
 
     \b
     kvad train book.txt --out runs/book --tokenizer char --preset tiny --steps 2000
+    kvad train runs/shakespeare-char-cpu.toml input.txt --out runs/shakespeare
     kvad train src/ docs/ --suffix .py --suffix .md --out runs/code --minutes 30
-    kvad train corpus/ --config runs/mine.toml --out runs/mine --set decoder.layers=4
+    kvad train runs/mine.toml corpus/ --out runs/mine --set optim.lr=3e-4 --set decoder.layers=4
     kvad train pairs.tsv --preset transformer-base --vocab-size 37000 --out runs/translate
     kvad train --pairs train.de train.en --validation-pairs val.de val.en --preset transformer-tiny --out runs/de-en
     kvad train --resume --out runs/mine
@@ -135,6 +142,10 @@ def train(
 
     if resume and overwrite:
         raise UsageError("--resume and --overwrite contradict each other")
+    if corpus and corpus[0].suffix == ".toml":
+        if run_file is not None:
+            raise UsageError(f"{corpus[0]} and --config {run_file}: one run file is enough")
+        run_file, corpus = corpus[0], corpus[1:]
     table: dict[str, Any] = {}
     if run_file is not None:
         table = read_toml(run_file)
@@ -176,7 +187,7 @@ def _run(
     from kvad.train.config import CompressConfig
 
     heard = [progress]
-    if config.train.objective == "compress":
+    if config.objective.kind == "compress":
         if resume:
             return compress.resume(out, config=config, corpus=named, callbacks=heard)
         return compress.train(config, named, out, overwrite=overwrite, callbacks=heard)
@@ -208,6 +219,8 @@ def _with_flags(
     table: Mapping[str, Any], flags: Mapping[str, Any], tokenizer: str | None, assignments: Iterable[str]
 ) -> dict[str, Any]:
     """A run file's tables with the flags that were given put in."""
+    from kvad.train.config import assigned
+
     merged = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
 
     def put(place: str, value: object) -> None:
@@ -222,15 +235,12 @@ def _with_flags(
     if tokenizer is not None:
         _check_tokenizer(tokenizer)
         put(*(("tokenizer.kind", tokenizer) if tokenizer in KINDS else ("tokenizer.path", tokenizer)))
-    chosen = _assigned(assignments)
-    objective = merged.get("train", {})
-    if isinstance(objective, dict) and objective.get("objective") == "compress":
-        for key, value in chosen.items():
-            put(f"compress.{key.removeprefix('compress.')}", value)
-    elif chosen:
-        earlier = merged.get("model", {})
-        put("model.set", {**(earlier.get("set", {}) if isinstance(earlier, dict) else {}), **chosen})
-    return merged
+    return assigned(merged, _pairs(assignments, compress=_kind(merged) == "compress"))
+
+
+def _kind(tables: Mapping[str, Any]) -> object:
+    objective = tables.get("objective", {})
+    return objective.get("kind") if isinstance(objective, dict) else None
 
 
 def _check_tokenizer(tokenizer: str) -> None:
@@ -238,16 +248,13 @@ def _check_tokenizer(tokenizer: str) -> None:
         raise UsageError(f"--tokenizer {tokenizer!r} is neither a kind nor a file", nearest(tokenizer, KINDS))
 
 
-def _assigned(assignments: Iterable[str]) -> dict[str, Any]:
-    from kvad.train.config import parse_assignments
-
-    pairs = {}
+def _pairs(assignments: Iterable[str], *, compress: bool) -> Iterator[tuple[str, str]]:
+    """``compress``: a key without a table is the compressor's; the model is another run's, and stays."""
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals or not key:
-            raise UsageError(f"--set {assignment!r} is not KEY=VALUE", "as in --set decoder.layers=4")
-        pairs[key] = value
-    return parse_assignments(pairs)
+            raise UsageError(f"--set {assignment!r} is not KEY=VALUE", "as in --set optim.lr=1e-3")
+        yield f"compress.{key}" if compress and "." not in key else key, value
 
 
 def draw_loss_curve(out: Path) -> list[Path]:
@@ -276,7 +283,7 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
     )
     if outcome.reason == "interrupted":
         click.echo(f"stopped, and saved. Go on with:  kvad train --resume --out {out}", err=True)
-    elif config.train.objective == "compress":
+    elif config.objective.kind == "compress":
         wanted = config.compress
         policy = f"hierarchy({wanted.recent}, packed=0, summaries=N, ratio={wanted.ratio}, every={wanted.every})"
         click.echo(f'next:  kvad generate {wanted.model} --compressor {out} --policy "{policy}"', err=True)

@@ -1,7 +1,7 @@
 """From texts and a trained model to a compressor of its cache: what is around the loop, as ``job.py`` is for models.
 
     from kvad.train.compress import train
-    outcome = train(RunConfig(train=TrainConfig(objective="compress"), compress=CompressConfig(model="runs/x")), ...)
+    outcome = train(RunConfig(objective=ObjectiveConfig("compress"), compress=CompressConfig(model="runs/x")), ...)
 
 The run's folder holds ``checkpoints/step-N/`` (each a whole compressor, ``checkpoint/compressor.py``), ``data/`` (the
 tokens, by the model's own tokenizer) and ``metrics.jsonl``.
@@ -40,7 +40,7 @@ from kvad.train.job import (
 from kvad.train.material import Material, Named, as_json, from_json, named_for
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
-from kvad.train.optim import make_optimizer, optimizer_tensors, restore_optimizer
+from kvad.train.optim import Optimization
 from kvad.train.reports import Callback, Outcome
 from kvad.train.trainer import State, Trainer
 
@@ -158,26 +158,26 @@ class _Run:
         self.config, self.out, self.material, self.fresh = config, out, material, fresh
         self.corpus, self.made_for = as_json(corpus), model_fingerprint(opened)
         self.compressor = compressor.to(train.device)
-        self.optimizer = make_optimizer(self.compressor, train)
+        self.optimization = Optimization(self.compressor, config.optim, train)
         self.model: Transformer = model_of(opened, "float32", train.device)
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
         train = self.config.train
         if stored is not None:
-            restore_optimizer(self.compressor, self.optimizer, stored.tensors)
+            self.optimization.restore(stored.tensors)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
         autocast = Autocast(resolve_precision(train.precision, train.device), train.device)
         aim = Distillation(self.model, self.compressor, self.config.compress, autocast)
         trainer = Trainer(
             self.compressor,
-            self.optimizer,
+            aim,
+            self.optimization,
             self.material.data,
             train,
             state,
             self._save,
             callbacks=[metrics, *callbacks],
             clock=clock,
-            objective=aim,
         )
         try:
             return trainer.fit()
@@ -193,7 +193,7 @@ class _Run:
             self.compressor,
             self.made_for,
             {"recent": wanted.recent, "sinks": wanted.sinks, "val_loss": state.val_loss},
-            Training(optimizer_tensors(self.compressor, self.optimizer), content),
+            Training(self.optimization.tensors(), content),
             keep=self.config.train.keep,
             fresh=self.fresh,
         )

@@ -1,12 +1,14 @@
 """What a training run is, as frozen dataclasses: a TOML file in ``runs/``, and what ``--resume`` holds a run against.
 
-A run file has five tables::
+A run file has these tables::
 
     [model]       a whole ModelConfig, or preset = "small" and what differs from it; vocab and limit may be left out
     [data]        context, suffixes, documents, errors, validation, ...   DataConfig
     [tokenizer]   kind, path, vocab_size, ...                            TokenizerConfig
-    [train]       steps, minutes, batch, lr, objective, ...              TrainConfig
-    [compress]    model, ratio, recent, ...: what train.objective = "compress" trains, in the place of [model] and
+    [objective]   kind: what the model learns to say                     ObjectiveConfig
+    [optim]       lr, schedule, weight_decay, clip, ...                  OptimConfig
+    [train]       steps, minutes, batch, precision, save_every, ...      TrainConfig
+    [compress]    model, ratio, recent, ...: what objective.kind = "compress" trains, in the place of [model] and
                   [tokenizer]                                            CompressConfig
 
 Unknown tables and keys are refused with the nearest known name.  TOML has no null: in [model] the text "null" is one.
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,14 +31,16 @@ from kvad.train.presets import PRESETS
 __all__ = [
     "CompressConfig",
     "DataConfig",
+    "ObjectiveConfig",
+    "OptimConfig",
     "RunConfig",
     "TokenizerConfig",
     "TrainConfig",
+    "assigned",
     "differences",
-    "parse_assignments",
 ]
 
-TABLES = ("model", "data", "tokenizer", "train", "compress")
+TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "compress")
 FREE = ("train.log_every", "train.eval_every", "train.save_every", "train.keep")  # may change on resume: no number does
 
 
@@ -76,23 +80,21 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """A run ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first (neither: 1,000 steps).
+class ObjectiveConfig:
+    """``kind``: ``next-token`` (of documents, or of a target whose source is read first), or ``compress``: a compressor
+    of a model's cache (``distil.py``)."""
 
-    A step is ``accumulate`` micro-batches of ``batch`` rows.  The learning rate rises over ``warmup`` steps (None: a
-    tenth of the run, 100 steps at most) to ``lr`` and falls along a cosine to ``min_lr``; with ``minutes`` the cosine
-    follows the elapsed share of the time.  ``weight_decay`` applies to matrices and embeddings (``optim.py``).
-    ``precision``: ``auto`` is bf16 autocast where the machine multiplies bf16 natively, else fp32.
-    ``eval_tokens``: how much of the validation split an evaluation reads, evenly spread (0 = all of it).
-    ``objective``: a language model, by the next token, or a compressor of a model's cache (``distil.py``).
+    kind: Literal["next-token", "compress"] = "next-token"
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW.  The learning rate rises over ``warmup`` steps (None: a tenth of the run, 100 steps at most) to ``lr`` and
+    falls along a cosine to ``min_lr``; with ``train.minutes`` the cosine follows the elapsed share of the time.
+
+    ``weight_decay`` applies to matrices and embeddings (``optim.py``); ``clip``: the largest norm of a step's gradient.
     """
 
-    objective: Literal["next-token", "compress"] = "next-token"
-
-    steps: int | None = None
-    minutes: float | None = None
-    batch: int = 16
-    accumulate: int = 1
     lr: float = 1e-3
     min_lr: float = 1e-4
     warmup: int | None = None
@@ -101,6 +103,31 @@ class TrainConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "clip"):
+            _check(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "above 0")
+        for name in ("min_lr", "weight_decay"):
+            _check(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "0 or more")
+        for name in ("beta1", "beta2"):
+            _check(0 <= getattr(self, name) < 1, f"optim.{name}", getattr(self, name), "in [0, 1)")
+        _check(self.warmup is None or self.warmup >= 0, "optim.warmup", self.warmup, "0 or more")
+        _check(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"at most lr {self.lr}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A run ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first (neither: 1,000 steps).
+
+    A step is ``accumulate`` micro-batches of ``batch`` rows.  ``precision``: ``auto`` is bf16 autocast where the
+    machine multiplies bf16 natively, else fp32.  ``eval_tokens``: how much of the validation split an evaluation reads,
+    evenly spread (0 = all of it).
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+    batch: int = 16
+    accumulate: int = 1
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     device: str = "cpu"
@@ -113,15 +140,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "eval_every", "save_every", "log_every", "keep"):
             _check(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        for name in ("steps", "minutes", "lr", "eps", "clip"):
+        for name in ("steps", "minutes"):
             value = getattr(self, name)
             _check(value is None or value > 0, f"train.{name}", value, "above 0")
-        for name in ("min_lr", "weight_decay", "eval_tokens", "seed"):
+        for name in ("eval_tokens", "seed"):
             _check(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
-        for name in ("beta1", "beta2"):
-            _check(0 <= getattr(self, name) < 1, f"train.{name}", getattr(self, name), "in [0, 1)")
-        _check(self.warmup is None or self.warmup >= 0, "train.warmup", self.warmup, "0 or more")
-        _check(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most lr {self.lr}")
         _check_precision(self.precision, self.device)
 
     @property
@@ -167,6 +190,8 @@ class RunConfig:
     model: Mapping[str, Any] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     compress: CompressConfig = field(default_factory=CompressConfig)
 
@@ -182,6 +207,8 @@ class RunConfig:
             dict(content.get("model", {})),
             from_dict(DataConfig, content.get("data", {}), "data"),
             from_dict(TokenizerConfig, content.get("tokenizer", {}), "tokenizer"),
+            from_dict(ObjectiveConfig, content.get("objective", {}), "objective"),
+            from_dict(OptimConfig, content.get("optim", {}), "optim"),
             from_dict(TrainConfig, content.get("train", {}), "train"),
             from_dict(CompressConfig, content.get("compress", {}), "compress"),
         )
@@ -222,15 +249,29 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def parse_assignments(pairs: Mapping[str, str]) -> dict[str, Any]:
-    """``{"decoder.layers": "4"}`` -> ``{"decoder.layers": 4}``: values are JSON where they can be, else text."""
-    values = {}
-    for key, text in pairs.items():
+def assigned(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+    """A run file's tables with ``("optim.lr", "1e-3")`` and the like put in.
+
+    A key begins with its table's name; one that does not is the model's (``decoder.layers``).  Values are JSON where
+    they can be, else text; of another kind than a key asks for, they are refused when the tables are read.
+    """
+    made = {name: dict(table) if isinstance(table, Mapping) else table for name, table in content.items()}
+    for key, text in pairs:
         try:
-            values[key] = json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            values[key] = text
-    return values
+            value = text
+        name, _, inner = key.partition(".")
+        if name not in TABLES or not inner:
+            name, inner = "model", key
+        table = made.setdefault(name, {})
+        if not isinstance(table, dict):
+            continue  # what is no table is refused by RunConfig, by name
+        if name == "model" and inner != "preset":
+            table["set"] = {**table.get("set", {}), inner: value}
+        else:
+            table[inner] = value
+    return made
 
 
 def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any], where: str = "") -> list[str]:

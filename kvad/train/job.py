@@ -37,8 +37,8 @@ from kvad.train.initial import initialise
 from kvad.train.material import Material, Named, as_json, from_json, named_for
 from kvad.train.memory import require
 from kvad.train.metrics import MetricsFile
-from kvad.train.objective import resolve_precision
-from kvad.train.optim import make_optimizer, optimizer_tensors, restore_optimizer
+from kvad.train.objective import Autocast, NextToken, resolve_precision
+from kvad.train.optim import Optimization
 from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback, Outcome
 from kvad.train.store import changed_sources
@@ -168,19 +168,21 @@ class _Run:
     ) -> None:
         self.config, self.out, self.model, self.tokenizer, self.material = config, out, model, tokenizer, material
         self.corpus = as_json(corpus)
-        self.optimizer = make_optimizer(model, config.train)
+        self.optimization = Optimization(model, config.optim, config.train)
         self.layout, self.fresh = layout, fresh
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
         train = self.config.train
         if stored is not None:
-            restore_optimizer(self.model, self.optimizer, stored.tensors)
+            self.optimization.restore(stored.tensors)
             torch.set_rng_state(stored.tensors["rng"])
         metrics = MetricsFile(self.out / METRICS, train.log_every)
         heard = [metrics, *callbacks]
         sample = self.material.sampler(self.model, self.tokenizer)
+        precision = resolve_precision(train.precision, train.device)
+        objective = NextToken(self.model, Autocast(precision, train.device))
         trainer = Trainer(
-            self.model, self.optimizer, self.material.data, train, state, self._save, sample, heard, clock
+            self.model, objective, self.optimization, self.material.data, train, state, self._save, sample, heard, clock
         )
         try:
             return trainer.fit()
@@ -188,7 +190,7 @@ class _Run:
             metrics.close()
 
     def _save(self, state: State) -> Path:
-        tensors = {**optimizer_tensors(self.model, self.optimizer), "rng": torch.get_rng_state()}
+        tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
         content = progress(self.config, self.corpus, self.material, state)
         path = save_step(
             self.out,

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Memory
 from kvad.train.data import Batch
 
-__all__ = ["Autocast", "Objective", "backward", "loss_of", "resolve_precision"]
+__all__ = ["Autocast", "NextToken", "Objective", "backward", "loss_of", "resolve_precision"]
 
 LOGIT_BUDGET = 1 << 22  # elements of [positions, V] made at a time
 
@@ -34,6 +35,19 @@ class Objective(Protocol):
     def loss_of(self, batches: Iterable[Batch]) -> tuple[float, int]:
         """Mean loss per target, and how many targets there were."""
         ...
+
+
+class NextToken:
+    """Next-token cross entropy, without a cache: of documents, or of targets that are read after their sources."""
+
+    def __init__(self, model: Transformer, autocast: Autocast) -> None:
+        self._model, self._memory, self._autocast = model, Fresh(model.config), autocast
+
+    def backward(self, batch: Batch, total: int) -> float:
+        return backward(self._model, batch, self._memory, total, self._autocast)
+
+    def loss_of(self, batches: Iterable[Batch]) -> tuple[float, int]:
+        return loss_of(self._model, batches, self._memory, self._autocast)
 
 
 class Autocast:

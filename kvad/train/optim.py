@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from kvad.errors import CheckpointError
-from kvad.train.config import TrainConfig
+from kvad.train.config import OptimConfig, TrainConfig
 
-__all__ = ["decays", "learning_rate", "make_optimizer", "optimizer_tensors", "restore_optimizer"]
+__all__ = ["Optimization", "decays", "learning_rate"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -24,26 +24,15 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.dim() >= 2 and "relative" not in name.split(".")
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused where torch has it for the parameters' device (CPU and CUDA)."""
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
-    ]
-    fused = all(p.device.type in ("cpu", "cuda") for _, p in named)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
-
-
-def learning_rate(config: TrainConfig, step: int, elapsed: float) -> float:
+def learning_rate(config: OptimConfig, train: TrainConfig, step: int, elapsed: float) -> float:
     """Of optimizer step ``step`` (from 0), ``elapsed`` seconds into training.
 
     With steps alone this is nanoGPT's schedule: lr (s + 1) / (w + 1) for s < w, then
     min_lr + (lr - min_lr) (1 + cos(pi r)) / 2 with r = (s - w) / (steps - w).
     With minutes, r is the elapsed share of the time if that is further.
     """
-    last = config.last_step
-    share = elapsed / (60 * config.minutes) if config.minutes is not None else 0.0
+    last = train.last_step
+    share = elapsed / (60 * train.minutes) if train.minutes is not None else 0.0
     warmup = config.warmup if config.warmup is not None else min(100, math.ceil((last or 1000) / 10))
     if step < warmup and (config.warmup is not None or share < 0.1):
         return config.lr * (step + 1) / (warmup + 1)
@@ -52,22 +41,55 @@ def learning_rate(config: TrainConfig, step: int, elapsed: float) -> float:
     return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * ratio))
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """``{"exp_avg.NAME": ..., "exp_avg_sq.NAME": ..., "step.NAME": ...}`` of every parameter that has a state."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
-            found[f"{key}.{name}"] = value
-    return found
+class Optimization:
+    """What makes a step of a gradient: ``begin``, then gradients are added, then ``step``."""
+
+    def __init__(self, model: nn.Module, config: OptimConfig, train: TrainConfig) -> None:
+        self._model, self._config, self._train = model, config, train
+        self.optimizer = _make_optimizer(model, config)
+        self._parameters = list(model.parameters())
+
+    def begin(self, step: int, elapsed: float) -> float:
+        """Of optimizer step ``step`` (from 0): no gradient yet; its learning rate."""
+        rate = learning_rate(self._config, self._train, step, elapsed)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        return rate
+
+    def norm(self) -> float:
+        """Of the gradient; it is at most ``clip`` from then on."""
+        return float(nn.utils.clip_grad_norm_(self._parameters, self._config.clip))
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """``{"exp_avg.NAME": ..., "exp_avg_sq.NAME": ..., "step.NAME": ...}`` of every parameter that has a state."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"{key}.{name}"] = value
+        return found
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """The reverse, into memory of its own.  Raises CheckpointError for a state that does not fit the model."""
+        for name, parameter in self._model.named_parameters():
+            for key in MOMENTS:
+                found = tensors.get(f"{key}.{name}")
+                if found is None or found.shape != parameter.shape:
+                    shape = "missing" if found is None else f"of shape {list(found.shape)}"
+                    raise CheckpointError(f"training state {key}.{name} is {shape}, expected {list(parameter.shape)}")
+            state = {key: tensors[f"{key}.{name}"].to(parameter.device, copy=True) for key in MOMENTS}
+            self.optimizer.state[parameter] = {"step": tensors[f"step.{name}"].clone(), **state}
 
 
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """The reverse, into memory of its own.  Raises CheckpointError for a state that does not fit the model."""
-    for name, parameter in model.named_parameters():
-        for key in MOMENTS:
-            found = tensors.get(f"{key}.{name}")
-            if found is None or found.shape != parameter.shape:
-                shape = "missing" if found is None else f"of shape {list(found.shape)}"
-                raise CheckpointError(f"training state {key}.{name} is {shape}, expected {list(parameter.shape)}")
-        state = {key: tensors[f"{key}.{name}"].to(parameter.device, copy=True) for key in MOMENTS}
-        optimizer.state[parameter] = {"step": tensors[f"step.{name}"].clone(), **state}
+def _make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Fused where torch has it for the parameters' device (CPU and CUDA)."""
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+    ]
+    fused = all(p.device.type in ("cpu", "cuda") for _, p in named)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)

@@ -11,7 +11,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,11 @@ import torch
 from torch import nn
 
 from kvad.errors import NumericalError
-from kvad.model.fresh import Fresh
-from kvad.model.transformer import Transformer
 from kvad.train.config import TrainConfig
-from kvad.train.data import Batch, TrainingData
+from kvad.train.data import TrainingData
 from kvad.train.metrics import Speed
-from kvad.train.objective import Autocast, Objective, backward, loss_of, resolve_precision
-from kvad.train.optim import learning_rate
+from kvad.train.objective import Objective, resolve_precision
+from kvad.train.optim import Optimization
 from kvad.train.reports import Callback, EvalReport, Outcome, Sample, SamplesReport, StartReport, StepReport
 
 __all__ = ["State", "Trainer"]
@@ -49,11 +47,11 @@ class State:
 @dataclass
 class Trainer:
     """``model``: what is trained.  ``save`` writes a checkpoint of the given state and returns its folder; ``sample``
-    says what the model makes of a few examples, after every evaluation; ``clock`` gives seconds; ``objective``: by what
-    it is trained (None: a language model, by the next token)."""
+    says what the model makes of a few examples, after every evaluation; ``clock`` gives seconds."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    objective: Objective
+    optimization: Optimization
     data: TrainingData
     config: TrainConfig
     state: State
@@ -61,16 +59,9 @@ class Trainer:
     sample: Callable[[], tuple[Sample, ...]] | None = None
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
-    objective: Objective | None = None
 
     def __post_init__(self) -> None:
-        config = self.config
-        self.precision = resolve_precision(config.precision, config.device)
-        if self.objective is None:
-            assert isinstance(self.model, Transformer)
-            self.objective = _NextToken(self.model, Autocast(self.precision, config.device))
-        self.aim: Objective = self.objective
-        self.parameters = list(self.model.parameters())
+        self.precision = resolve_precision(self.config.precision, self.config.device)
         self.speed = Speed()
 
     def fit(self) -> Outcome:
@@ -102,22 +93,19 @@ class Trainer:
 
     def _step(self) -> tuple[float, float, int]:
         """One optimizer step: (learning rate, gradient norm before clipping, targets)."""
-        config, state = self.config, self.state
-        lr = learning_rate(config, state.step, state.elapsed)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        state = self.state
         batches = self.data.micro_batches(state.step)
         total = sum(len(batch.targets) for batch in batches)
         self.model.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        summed = sum(self.aim.backward(batch, total) for batch in batches)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, config.clip))
+        lr = self.optimization.begin(state.step, state.elapsed)
+        summed = sum(self.objective.backward(batch, total) for batch in batches)
+        norm = self.optimization.norm()
         if not math.isfinite(summed) or not math.isfinite(norm):
             raise NumericalError(
                 f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}",
                 "the last checkpoint is whole; train with a lower learning rate or in fp32",
             )
-        self.optimizer.step()
+        self.optimization.step()
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
 
@@ -131,7 +119,7 @@ class Trainer:
     def _evaluate(self) -> None:
         self.model.eval()
         state = self.state
-        state.val_loss, tokens = self.aim.loss_of(self.data.evaluation())
+        state.val_loss, tokens = self.objective.loss_of(self.data.evaluation())
         state.val_step, state.best = state.step, min(state.val_loss, math.inf if state.best is None else state.best)
         self._tell("on_eval", EvalReport(state.step, state.val_loss, tokens, state.best))
         if self.sample is not None:
@@ -152,7 +140,7 @@ class Trainer:
             step=self.state.step,
             steps=self.config.last_step,
             minutes=self.config.minutes,
-            parameters=sum(p.numel() for p in self.parameters),
+            parameters=sum(p.numel() for p in self.model.parameters()),
             train_tokens=self.data.train_tokens,
             validation_tokens=self.data.validation_tokens,
             tokens_per_step=self.data.tokens_per_step,
@@ -181,19 +169,6 @@ class Trainer:
         s = self.state
         reason: Literal["done", "interrupted"] = "done" if self._is_over() else "interrupted"
         return Outcome(reason, s.step, s.loss, s.val_loss, s.best, s.tokens, s.elapsed, checkpoint)
-
-
-class _NextToken:
-    """Next-token cross entropy, without a cache."""
-
-    def __init__(self, model: Transformer, autocast: Autocast) -> None:
-        self._model, self._memory, self._autocast = model, Fresh(model.config), autocast
-
-    def backward(self, batch: Batch, total: int) -> float:
-        return backward(self._model, batch, self._memory, total, self._autocast)
-
-    def loss_of(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        return loss_of(self._model, batches, self._memory, self._autocast)
 
 
 @contextmanager

@@ -73,7 +73,8 @@ def make(name: str, folder: Path) -> Path:
             "model": model_of(name),
             "data": {"context": 64 if pairs else 32},
             "tokenizer": {"kind": "bpe", "vocab_size": 290},
-            "train": {"steps": 12, "batch": 4, "lr": 1e-2, "precision": "fp32", "log_every": 100, "save_every": 100},
+            "optim": {"lr": 1e-2},
+            "train": {"steps": 12, "batch": 4, "precision": "fp32", "log_every": 100, "save_every": 100},
         }
     )
     train(config, [corpus], run)

@@ -1,10 +1,11 @@
 """A corpus that a model learns in seconds, and runs of a tiny model on it."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from kvad.train.config import RunConfig
+from kvad.train.config import OptimConfig, RunConfig
 from kvad.train.reports import Callback
 
 SHAPE = {"width": 32, "decoder.layers": 2, "decoder.kinds.L.mlp.hidden": 48}
@@ -20,9 +21,18 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
+def parted(settings):
+    """The tables that settings belong to: [optim] and [train]."""
+    optim = {field.name for field in dataclasses.fields(OptimConfig)} & settings.keys()
+    return {
+        "optim": {name: settings[name] for name in optim},
+        "train": {n: settings[n] for n in settings.keys() - optim},
+    }
+
+
 @pytest.fixture
 def run_config():
-    """``run_config(steps=20, lr=...)``: a tiny byte model; keywords are TrainConfig's."""
+    """``run_config(steps=20, lr=...)``: a tiny byte model; keywords are OptimConfig's and TrainConfig's."""
 
     def make(*, data=None, tokenizer=None, model=None, **train) -> RunConfig:
         settings = {"steps": 12, "batch": 4, "log_every": 1, "eval_every": 5, "save_every": 5, "precision": "fp32"}
@@ -31,7 +41,7 @@ def run_config():
                 "model": model or {"preset": "tiny", "set": SHAPE},
                 "data": {"context": 32, **(data or {})},
                 "tokenizer": tokenizer or {"kind": "byte"},
-                "train": {**settings, **train},
+                **parted({**settings, **train}),
             }
         )
 

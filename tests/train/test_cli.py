@@ -11,6 +11,7 @@ import pytest
 
 from kvad.checkpoint.native import load
 from kvad.cli.main import main
+from kvad.train.objective import NextToken
 
 SMALL = ["--set", "width=32", "--set", "decoder.layers=1", "--set", "decoder.kinds.L.mlp.hidden=32"]
 QUICK = ["--preset", "tiny", *SMALL, "--tokenizer", "byte", "--context", "16", "--batch", "2", "--precision", "fp32"]
@@ -52,9 +53,7 @@ def test_flags_go_before_the_run_file(corpus, tmp_path):
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(corpus, tmp_path, monkeypatch):
-    from kvad.train import trainer
-
-    real = trainer.backward
+    real = NextToken.backward
     calls = iter(range(1000))
 
     def interrupted(*arguments):
@@ -62,7 +61,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(corpus, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return real(*arguments)
 
-    monkeypatch.setattr(trainer, "backward", interrupted)
+    monkeypatch.setattr(NextToken, "backward", interrupted)
     out = tmp_path / "run"
     code, _, stderr = kvad("train", corpus, "--out", out, *QUICK, "--steps", 12)
     assert code == 130 and f"kvad train --resume --out {out}" in stderr
@@ -76,7 +75,7 @@ def test_resume_refuses_what_differs(corpus, tmp_path):
     out = tmp_path / "run"
     assert kvad("train", corpus, "--out", out, *QUICK, "--steps", 3)[0] == 0
     for flags, says in {
-        ("--lr", "0.5"): "train.lr: 0.001 there, 0.5 here",
+        ("--lr", "0.5"): "optim.lr: 0.001 there, 0.5 here",
         ("--set", "width=64"): "model.width: 32 there, 64 here",
         ("--tokenizer", "char"): "tokenizer.kind: 'byte' there, 'char' here",
     }.items():
@@ -111,7 +110,7 @@ def bad(tmp_path):
         (["latin.txt", "--tokenizer", "bpee"], "neither a kind nor a file"),
         (["latin.txt", "--preset", "huge"], "model.preset: 'huge' is not known"),
         (["latin.txt", "--stepz", "3"], "No such option"),
-        (["latin.txt", "--lr", "0"], "train.lr: must be above 0"),
+        (["latin.txt", "--lr", "0"], "optim.lr: must be above 0"),
         (["latin.txt", "--resume", "--overwrite"], "contradict"),
         (["--resume"], "no such folder: run"),
     ],

@@ -39,7 +39,8 @@ def model(tmp_path_factory, corpus):
         "model": {"preset": "tiny", "set": shape},
         "data": {"context": 64},
         "tokenizer": {"kind": "byte"},
-        "train": {"steps": 60, "batch": 8, "lr": 1e-2, "precision": "fp32", "save_every": 1000, "eval_every": 1000},
+        "optim": {"lr": 1e-2},
+        "train": {"steps": 60, "batch": 8, "precision": "fp32", "save_every": 1000, "eval_every": 1000},
     }
     job.train(RunConfig.from_dict(config), [corpus], out)
     return out
@@ -49,11 +50,13 @@ def model(tmp_path_factory, corpus):
 def config(model):
     def make(compress=None, data=None, **changes):
         settings = {"steps": 12, "batch": 4, "log_every": 1, "eval_every": 6, "save_every": 4, "precision": "fp32"}
-        settings |= {"objective": "compress", "lr": 1e-2, "weight_decay": 0.0, "warmup": 2, "eval_tokens": 512}
+        settings |= {"eval_tokens": 512}
         asked = {"model": str(model), "ratio": 4, "recent": 8, "every": 8, "hidden": 4}
         return RunConfig.from_dict(
             {
                 "data": {"context": 64, **(data or {})},
+                "objective": {"kind": "compress"},
+                "optim": {"lr": 1e-2, "weight_decay": 0.0, "warmup": 2},
                 "train": {**settings, **changes},
                 "compress": {**asked, **(compress or {})},
             }

@@ -9,7 +9,7 @@ import torch
 from kvad.config import Embedding, Gated, LearnedPositions, Norm, Plain, Rope, SinusoidalPositions
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
-from kvad.train.config import DataConfig, RunConfig, TrainConfig, differences, parse_assignments
+from kvad.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig, assigned, differences
 from kvad.train.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def test_the_recipe_with_gpt2s_learned_positions_is_one_flag_away():
 
 
 def test_an_empty_run_file_is_the_defaults():
-    assert run() == RunConfig() and run().to_dict()["train"]["lr"] == 1e-3
+    assert run() == RunConfig() and run().to_dict()["optim"]["lr"] == 1e-3
     assert RunConfig.from_dict(RunConfig().to_dict()) == RunConfig()
     assert TrainConfig().last_step == 1000 and TrainConfig(minutes=1).last_step is None
 
@@ -77,7 +77,7 @@ def test_the_multi30k_recipe_is_the_original_transformer_in_small():
     model = config.resolve(8000)
     assert (model.kind, model.width, model.encoder.layers, model.decoder.layers) == ("encoder-decoder", 256, 3, 3)
     assert model.embed.scale == model.source.embed.scale == math.sqrt(model.width)
-    assert (config.data.context, config.train.beta2, config.train.eps) == (128, 0.98, 1e-9)
+    assert (config.data.context, config.optim.beta2, config.optim.eps) == (128, 0.98, 1e-9)
 
 
 def test_a_sources_limit_follows_the_context():
@@ -104,8 +104,9 @@ def test_the_shakespeare_recipe_is_the_published_one():
     )
     assert layer.norm.kind == "layer" and not layer.norm.bias and not layer.mixer.bias and model.tie
     assert (config.data.context, train.batch, train.accumulate, train.steps) == (64, 12, 1, 2000)
-    assert (train.lr, train.min_lr, train.warmup) == (1e-3, 1e-4, 100)
-    assert (train.beta1, train.beta2, train.weight_decay, train.clip) == (0.9, 0.99, 0.1, 1.0)
+    optim = config.optim
+    assert (optim.lr, optim.min_lr, optim.warmup) == (1e-3, 1e-4, 100)
+    assert (optim.beta1, optim.beta2, optim.weight_decay, optim.clip) == (0.9, 0.99, 0.1, 1.0)
     assert train.eval_tokens == 0, "judged on the whole validation split"
 
 
@@ -117,12 +118,12 @@ def test_the_shakespeare_recipe_is_the_published_one():
         ({"train": {"stepz": 3}}, r"unknown key train.stepz \(did you mean 'steps'"),
         ({"data": {"contxt": 3}}, r"unknown key data.contxt \(did you mean 'context'"),
         ({"tokenizer": {"kind": "bep"}}, r"tokenizer.kind: 'bep' is not one of"),
-        ({"train": {"lr": "fast"}}, r"train.lr: expected float"),
-        ({"train": {"lr": 0}}, r"train.lr: must be above 0, found 0"),
+        ({"optim": {"lr": "fast"}}, r"optim.lr: expected float"),
+        ({"optim": {"lr": 0}}, r"optim.lr: must be above 0, found 0"),
         ({"train": {"steps": 0}}, r"train.steps: must be above 0"),
         ({"train": {"batch": 0}}, r"train.batch: must be at least 1"),
-        ({"train": {"min_lr": 1.0}}, r"train.min_lr: must be at most lr 0.001"),
-        ({"train": {"beta2": 1.0}}, r"train.beta2: must be in \[0, 1\)"),
+        ({"optim": {"min_lr": 1.0}}, r"optim.min_lr: must be at most lr 0.001"),
+        ({"optim": {"beta2": 1.0}}, r"optim.beta2: must be in \[0, 1\)"),
         ({"train": {"precision": "fp16"}}, r"fp16 compute on a CPU is refused: its matrix products stall"),
         ({"train": {"precision": "fp16", "device": "cuda"}}, r"fp16 needs loss scaling"),
         ({"data": {"context": 0}}, r"data.context: must be at least 1"),
@@ -159,10 +160,24 @@ def test_files_that_are_no_run_files(tmp_path):
 
 def test_assignments_are_json_where_they_can_be():
     pairs = {"a": "4", "b": "1e-3", "c": "true", "d": "null", "e": "post", "f": '{"kind": "alibi"}'}
-    assert parse_assignments(pairs) == {"a": 4, "b": 1e-3, "c": True, "d": None, "e": "post", "f": {"kind": "alibi"}}
+    values = {"a": 4, "b": 1e-3, "c": True, "d": None, "e": "post", "f": {"kind": "alibi"}}
+    assert assigned({}, pairs.items()) == {"model": {"set": values}}
+
+
+def test_a_key_begins_with_its_table_and_a_models_needs_none():
+    there = {"optim": {"lr": 1.0, "clip": 2.0}, "model": {"set": {"width": 8}}}
+    pairs = [("optim.lr", "3e-4"), ("data.context", "64"), ("decoder.layers", "4"), ("model.width", "16")]
+    made = assigned(there, [*pairs, ("model.preset", "tiny")])
+    assert made["optim"] == {"lr": 3e-4, "clip": 2.0} and made["data"] == {"context": 64}
+    assert made["model"] == {"set": {"width": 16, "decoder.layers": 4}, "preset": "tiny"}
+    assert there == {"optim": {"lr": 1.0, "clip": 2.0}, "model": {"set": {"width": 8}}}, "what was given is whole"
+    with pytest.raises(ConfigError, match=r"unknown key optim.lrr \(did you mean 'lr'"):
+        RunConfig.from_dict(assigned({}, [("optim.lrr", "1")]))
 
 
 def test_differences_are_named_but_for_what_changes_no_number():
-    there = RunConfig(train=TrainConfig(lr=1e-3)).to_dict()
-    here = RunConfig(train=TrainConfig(lr=2e-3, eval_every=7, save_every=9), data=DataConfig(context=8)).to_dict()
-    assert differences(there, here) == ["data.context: 256 there, 8 here", "train.lr: 0.001 there, 0.002 here"]
+    there = RunConfig(optim=OptimConfig(lr=1e-3)).to_dict()
+    here = RunConfig(
+        optim=OptimConfig(lr=2e-3), train=TrainConfig(eval_every=7, save_every=9), data=DataConfig(context=8)
+    ).to_dict()
+    assert differences(there, here) == ["data.context: 256 there, 8 here", "optim.lr: 0.001 there, 0.002 here"]

@@ -15,10 +15,11 @@ from kvad.checkpoint.native import load
 from kvad.checkpoint.open import load_model
 from kvad.errors import CheckpointError, ConfigError, DataError, NumericalError, SaveError, UsageError
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train import trainer as trainer_module
 from kvad.train.corpus import open_corpus
 from kvad.train.job import resume, stored_run, train
 from kvad.train.metrics import read_metrics
+from kvad.train.objective import NextToken
+from kvad.train.optim import Optimization
 from kvad.train.reports import Callback
 from kvad.train.store import open_store
 
@@ -92,17 +93,15 @@ def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, order, precisio
 
 @pytest.mark.parametrize("lost", ["exp_avg.", "exp_avg_sq.", "step."])
 def test_the_comparison_to_the_bit_sees_a_lost_moment(corpus, tmp_path, run_config, monkeypatch, lost):
-    from kvad.train import job
+    real = Optimization.tensors
 
-    real = job.optimizer_tensors
-
-    def forgetful(model, optimizer):
-        found = real(model, optimizer)
+    def forgetful(optimization):
+        found = real(optimization)
         return {name: torch.zeros_like(t) if name.startswith(lost) else t for name, t in found.items()}
 
     config = run_config(steps=8)
     train(config, [corpus], tmp_path / "whole")
-    monkeypatch.setattr(job, "optimizer_tensors", forgetful)
+    monkeypatch.setattr(Optimization, "tensors", forgetful)
     train(config, [corpus], tmp_path / "parts", callbacks=[StopAt(3)])
     monkeypatch.undo()
     resume(tmp_path / "parts")
@@ -188,13 +187,13 @@ def test_a_disk_that_fills_while_training_leaves_the_last_checkpoint(corpus, tmp
 
 
 def test_a_loss_that_is_no_number_stops_and_nothing_of_it_is_saved(corpus, tmp_path, run_config, monkeypatch):
-    real = trainer_module.backward
+    real = NextToken.backward
     calls = iter(range(100))
 
     def poisoned(*arguments):
         return float("nan") if next(calls) == 6 else real(*arguments)
 
-    monkeypatch.setattr(trainer_module, "backward", poisoned)
+    monkeypatch.setattr(NextToken, "backward", poisoned)
     with pytest.raises(NumericalError, match=r"step 7: loss nan"):
         train(run_config(), [corpus], tmp_path / "run")
     assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
@@ -241,7 +240,7 @@ def stopped(corpus, tmp_path, run_config):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"lr": 5e-3}, r"train.lr: 0.001 there, 0.005 here"),
+        ({"lr": 5e-3}, r"optim.lr: 0.001 there, 0.005 here"),
         ({"steps": 99}, r"train.steps: 12 there, 99 here"),
         ({"data": {"validation": 0.2}}, r"data.validation: 0.1 there, 0.2 here"),
         ({"tokenizer": {"kind": "char"}}, r"tokenizer.kind: 'byte' there, 'char' here"),

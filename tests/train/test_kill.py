@@ -18,7 +18,7 @@ import torch
 import torch._dynamo  # the optimizer imports it, a second each time: once, before the forks
 from kvad.checkpoint.folder import steps_of
 from kvad.checkpoint.native import load
-from kvad.train import trainer
+from kvad.train.objective import NextToken
 from kvad.train.config import RunConfig
 from kvad.train.job import resume, train
 from kvad.train.metrics import read_metrics
@@ -34,11 +34,11 @@ config = RunConfig.from_dict({
 })
 
 def go(out, death):
-    real = trainer.backward
+    real = NextToken.backward
     def backward(*arguments):
         death.tick()
         return real(*arguments)
-    trainer.backward = backward
+    NextToken.backward = backward
     resume(out) if steps_of(out) else train(config, [corpus], out)
 
 def summary(out):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvad.errors import CheckpointError
-from kvad.train.config import TrainConfig
-from kvad.train.optim import decays, learning_rate, make_optimizer, optimizer_tensors, restore_optimizer
+from kvad.train.config import OptimConfig, TrainConfig
+from kvad.train.optim import Optimization, decays, learning_rate
 from models import build, model_config
 
 
@@ -17,7 +17,7 @@ def test_matrices_and_embeddings_decay_and_nothing_else():
     assert groups["decoder.layers.0.mixer.q.weight"] and groups["embed.tokens.weight"] and groups["head.weight"]
     kept = {name for name, decay in groups.items() if not decay}
     assert {"decoder.relative.L", "head.bias", "decoder.norm.weight", "decoder.layers.0.mixer.sink_logits"} <= kept
-    optimizer = make_optimizer(model, TrainConfig(weight_decay=0.25))
+    optimizer = Optimization(model, OptimConfig(weight_decay=0.25), TrainConfig()).optimizer
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     assert sizes == [sum(groups.values()), len(kept)]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
@@ -25,8 +25,8 @@ def test_matrices_and_embeddings_decay_and_nothing_else():
 
 
 def test_warmup_and_cosine_are_nanogpts():
-    config = TrainConfig(steps=2000, lr=1e-3, min_lr=1e-4, warmup=100)
-    rates = [learning_rate(config, step, elapsed=0.0) for step in range(2001)]
+    config = OptimConfig(lr=1e-3, min_lr=1e-4, warmup=100)
+    rates = [learning_rate(config, TrainConfig(steps=2000), step, elapsed=0.0) for step in range(2001)]
     assert rates[0] == pytest.approx(1e-3 / 101) and rates[99] == pytest.approx(1e-3 * 100 / 101)
     assert rates[100] == pytest.approx(1e-3) == max(rates)
     assert rates[1050] == pytest.approx(5.5e-4) and rates[2000] == pytest.approx(1e-4)
@@ -34,39 +34,40 @@ def test_warmup_and_cosine_are_nanogpts():
 
 
 def test_with_minutes_the_rate_follows_the_clock():
-    config = TrainConfig(minutes=2, lr=1e-3, min_lr=0.0, warmup=0)
-    assert learning_rate(config, 5, elapsed=0.0) == pytest.approx(1e-3)
-    assert learning_rate(config, 5, elapsed=60.0) == pytest.approx(5e-4) == learning_rate(config, 999, elapsed=60.0)
-    assert learning_rate(config, 5, elapsed=130.0) == pytest.approx(0.0)
+    config, train = OptimConfig(lr=1e-3, min_lr=0.0, warmup=0), TrainConfig(minutes=2)
+    assert learning_rate(config, train, 5, 0.0) == pytest.approx(1e-3)
+    assert learning_rate(config, train, 5, 60.0) == pytest.approx(5e-4) == learning_rate(config, train, 999, 60.0)
+    assert learning_rate(config, train, 5, 130.0) == pytest.approx(0.0)
 
 
 def test_a_short_run_has_a_short_warmup():
-    assert learning_rate(TrainConfig(steps=10, lr=1.0, min_lr=0.0), 1, 0.0) == 1.0
-    slow = TrainConfig(minutes=1, lr=1.0, min_lr=0.0)
-    assert learning_rate(slow, 5, elapsed=1.0) < 0.1 and learning_rate(slow, 5, elapsed=6.1) > 0.9
+    config, slow = OptimConfig(lr=1.0, min_lr=0.0), TrainConfig(minutes=1)
+    assert learning_rate(config, TrainConfig(steps=10), 1, 0.0) == 1.0
+    assert learning_rate(config, slow, 5, elapsed=1.0) < 0.1 and learning_rate(config, slow, 5, elapsed=6.1) > 0.9
 
 
 def test_moments_come_back_by_name_into_memory_of_their_own():
-    def advance(model, optimizer, seed):
+    def advance(model, optimization, seed):
         torch.manual_seed(seed)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
+        optimization.step()
+
+    def optimization_of(model):
+        return Optimization(model, OptimConfig(), TrainConfig())
 
     model = build(model_config(), dtype=torch.float32)
-    config = TrainConfig()
-    optimizer = make_optimizer(model, config)
-    advance(model, optimizer, 0)
-    stored = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    first = optimization_of(model)
+    advance(model, first, 0)
+    stored = {name: tensor.clone() for name, tensor in first.tensors().items()}
     again = build(model_config(), dtype=torch.float32)
     again.load_state_dict(model.state_dict())
-    other = make_optimizer(again, config)
-    restore_optimizer(again, other, stored)
+    other = optimization_of(again)
+    other.restore(stored)
     for seed in (1, 2):
-        advance(model, optimizer, seed)
+        advance(model, first, seed)
         advance(again, other, seed)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    fresh = make_optimizer(again, config)
     del stored["exp_avg_sq.embed.tokens.weight"]
     with pytest.raises(CheckpointError, match=r"exp_avg_sq.embed.tokens.weight is missing, expected \[67, 24\]"):
-        restore_optimizer(again, fresh, stored)
+        optimization_of(again).restore(stored)

@@ -21,6 +21,7 @@ from kvad.train.metrics import read_metrics
 from kvad.train.pairs import PairPaths, generation_of
 from kvad.train.reports import Callback
 from kvad.train.samples import greedy
+from tests.train.conftest import parted
 
 SMALL = {
     "width": 32,
@@ -51,7 +52,7 @@ def pair_config():
                 "model": model or {"preset": "transformer-tiny", "set": SMALL},
                 "data": {"context": 24, **(data or {})},
                 "tokenizer": tokenizer or {"kind": "char"},
-                "train": {**usual, **settings},
+                **parted({**usual, **settings}),
             }
         )
 
