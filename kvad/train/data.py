@@ -50,10 +50,14 @@ MANY_DOCUMENTS = 10  # from here on whole documents are held out
 
 
 class Batch(NamedTuple):
-    """``step.wanted`` [N] are the positions that have a target; ``targets`` [N]."""
+    """``step.wanted`` [N] are the positions that have a target; ``targets`` [N].
+
+    ``mixed`` [M]: places of a decoder's input that are to hold what the model itself says there (``sampling.py``).
+    """
 
     step: Step
     targets: Tensor
+    mixed: Tensor | None = None
 
 
 class TrainingData(Protocol):

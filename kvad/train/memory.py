@@ -13,7 +13,8 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
                                  + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate, F with ReLU) + S
                                  + 4 H S where attention makes its scores (softcap, sink logits), H S with a bias
                              and, where a layer attends to a source, that attention's share and 2 E more
-    logits       16 min(T V, max(LOGIT_BUDGET, V))    logits, their log-probabilities and the gradients of both
+    logits       16 min(T V, max(LOGIT_BUDGET, V))    logits, their log-probabilities and the gradients of both;
+                             V: the labels where the head has classes, T: the hidden tokens of objective masked
 
 A test counts what autograd really keeps.  Only the CPU's memory is asked for: another device answers for itself.
 No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
@@ -21,7 +22,7 @@ No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
 
 from __future__ import annotations
 
-from kvad.config import Attention, Gated, Layer, ModelConfig, Rope, Stack, head_dim
+from kvad.config import Attention, Classes, Gated, Layer, ModelConfig, Rope, Stack, head_dim
 from kvad.errors import MemoryPlanError, counted
 from kvad.train.config import RunConfig
 
@@ -37,7 +38,9 @@ def training_bytes(model: ModelConfig, run: RunConfig, parameters: int, batch: i
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
     kept = 4 * tokens * sum(_kept(model, stack, layer, run.data.context) for stack, layer in layers)
-    logits = 16 * min(tokens * model.vocab, max(LOGIT_BUDGET, model.vocab))
+    answers = len(model.head.labels) if isinstance(model.head, Classes) else model.vocab
+    asked = int(tokens * run.objective.density) if run.objective.kind == "masked" else tokens
+    logits = 16 * min(asked * answers, max(LOGIT_BUDGET, answers))
     activations = int(HALF * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
     return 16 * parameters + row * tokens * run.train.accumulate + activations + logits
