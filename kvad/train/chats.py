@@ -27,8 +27,10 @@ from kvad.train.examples import Example, ExampleCorpus, find
 from kvad.train.labelled import objects_of
 from kvad.train.pairs import PairPaths
 
-__all__ = ["CHATML", "CHATML_TOKENS", "ChatCorpus", "Conversation", "masked", "open_chats", "said"]
+__all__ = ["CHATML", "CHATML_TOKENS", "ChatCorpus", "Conversation", "completed", "masked", "open_chats", "said"]
 
+ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # of special tokens that a template may name
+MARK = "{# the template, behind what a special token is #}"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -55,28 +57,37 @@ class ChatCorpus(ExampleCorpus[Conversation]):
         return [text for message in content.messages if isinstance(text := message.get("content"), str)]
 
     def encoded_many(self, tokenizer: Tokenizer, many: list[tuple[Path, Example[Conversation]]]) -> Iterator[Encoded]:
+        template = completed(self.template, tokenizer)
         for path, example in many:
             try:
-                text, spans = said(self.template, example.content, tokenizer.specials.names())
+                text, spans = said(template, example.content, tokenizer.specials.names())
                 ids, mask = masked(tokenizer, text, spans)
             except (ChatTemplateError, DataError) as error:
                 raise DataError(f"{path}, line {example.line}: {error.message}", error.hint) from error
             yield ids, {"mask": mask}
 
     def settings(self) -> dict[str, Any]:
-        return {**super().settings(), "template": self.template.fingerprint()}
+        sources = {name: source.rpartition(MARK)[2] for name, source in self.template.templates.items()}
+        return {**super().settings(), "template": sources}
 
-    def template_file(self) -> dict[str, str]:
-        """The template as files of a checkpoint, by name; what it says of special tokens is set in it, for no other
-        file of a checkpoint does."""
-        found = {}
+    def template_files(self, tokenizer: Tokenizer) -> dict[str, str]:
+        """The template as files of a checkpoint, by name.  What it says of special tokens is set in it, so that it
+        writes the same whatever else a folder says of them."""
+        found, known = {}, completed(self.template, tokenizer).specials
         for name, source in self.template.templates.items():
-            used = ((key, value) for key, value in self.template.specials.items() if key in source)
-            known = "".join(f"{{% set {key} = {json.dumps(value)} %}}" for key, value in used)
-            found["chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"] = (
-                known + source
-            )
+            values = {f"{role}_token": known.get(f"{role}_token", "") for role in ROLES}
+            said = "".join(f"{{% set {key} = {json.dumps(text)} %}}" for key, text in values.items() if key in source)
+            path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+            found[path] = source if MARK in source or not said else said + MARK + source
         return found
+
+
+def completed(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template with the special tokens of a tokenizer, where nothing else was said of them."""
+    names = {token: name for name, token in tokenizer.specials.names().items()}
+    tokens = ((role, getattr(tokenizer.specials, role)) for role in ROLES)
+    roles = {f"{role}_token": names[token] for role, token in tokens if token in names}
+    return ChatTemplate(template.templates, {**roles, **template.specials})
 
 
 def open_chats(paths: PairPaths, errors: str, validation: float, template: ChatTemplate) -> ChatCorpus:

@@ -5,6 +5,7 @@ name              width  layers  heads  hidden  parameters
 ================  =====  ======  =====  ======  ============================================
 ``encoder-tiny``    128       4      4     512  1.37 M with vocab 4096, context 256, a masked head
 ``bert-base``       768      12     12    3072  109.5 M with vocab 30522, context 512 (Devlin et al. 2018, sec. 3)
+``t5-tiny``         128   2 + 2      4     512  1.44 M with vocab 4096
 ``t5-small``        512   6 + 6      8    2048  60.5 M with vocab 32128 (Raffel et al. 2020, sec. 3.7)
 ================  =====  ======  =====  ======  ============================================
 
@@ -70,5 +71,6 @@ def _t5(vocab: int, context: int, *, width: int, layers: int, heads: int, hidden
 ENCODER_PRESETS: dict[str, Callable[[int, int], ModelConfig]] = {
     "encoder-tiny": partial(_bert, width=128, layers=4, heads=4, hidden=512),
     "bert-base": partial(_bert, width=768, layers=12, heads=12, hidden=3072),
+    "t5-tiny": partial(_t5, width=128, layers=2, heads=4, hidden=512),
     "t5-small": partial(_t5, width=512, layers=6, heads=8, hidden=2048),
 }

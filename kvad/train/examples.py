@@ -126,9 +126,10 @@ def find(paths: PairPaths, read: Reader[Any], noun: str, validation: float) -> F
     if not files:
         raise DataError("no corpus was named", f"name files of {noun}s")
     num_held = counts[1] if paths.held else max(1, int(counts[0] * validation))
-    if not num_held or sum(counts) - num_held < 1:
+    left = max(0, sum(counts) - num_held)
+    if not num_held or not left:
         raise DataError(
-            f"too few {noun}s: {counted(sum(counts) - num_held, noun)} to train on and {num_held} for validation",
+            f"too few {noun}s: {counted(left, noun)} to train on and {num_held} for validation",
             f"{counted(skipped, noun)} had nothing to learn from" if skipped else "",
         )
     return Found(tuple(files), sum(counts), num_held, skipped)

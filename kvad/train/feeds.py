@@ -136,5 +136,5 @@ def generation_for(data: TrainingData, tokenizer: Tokenizer) -> Generation:
         return spans.generation_of(data.speech)
     if isinstance(data, TextData) and (end := data.turn_end()) in tokenizer.specials.names().values():
         assert end is not None
-        return Generation(stops=(end,))
+        return Generation(stops=(end,), pad=tokenizer.specials.pad, sampling={"temperature": 1.0})
     return Generation()

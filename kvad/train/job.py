@@ -205,7 +205,7 @@ class _Run:
             generation=self.material.generation(self.tokenizer),
             keep=self.config.train.keep,
             fresh=self.fresh,
-            files=self.material.files(),
+            files=self.material.files(self.tokenizer),
         )
         self.fresh = False
         return path

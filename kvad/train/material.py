@@ -130,9 +130,9 @@ class Material:
         """What a text, or a word of it, may be called; () of what has no labels."""
         return tuple(getattr(self.texts, "labels", ()))
 
-    def files(self) -> dict[str, str]:
+    def files(self, tokenizer: Tokenizer) -> dict[str, str]:
         """What lies in a checkpoint beside the model, by its name: the chat template."""
-        return self.texts.template_file() if isinstance(self.texts, ChatCorpus) else {}
+        return self.texts.template_files(tokenizer) if isinstance(self.texts, ChatCorpus) else {}
 
     def shaped(self, model: ModelConfig) -> ModelConfig:
         """The model with the head that this objective needs.  Raises ConfigError."""
