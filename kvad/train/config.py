@@ -87,6 +87,7 @@ class ObjectiveConfig:
     ``smoothing``: label smoothing of the cross entropy.  ``density``: of masked and spans, the share of tokens that are
     hidden; ``mean_span``: of spans, how long those are.  ``sampling``: of seq2seq, the share of a decoder's tokens that
     are the model's own at last; it rises as ``sampling_schedule`` says over ``sampling_steps`` (None: the run's).
+    ``hide``: of tag and classify, the share of the tokens that are read as the mask in training, against overfitting.
     ``template``: of chat, a file with the chat template (None: the tokenizer's, else ChatML).  ``text_field`` and
     ``label_field``: of classify, names in JSONL.
     """
@@ -101,12 +102,14 @@ class ObjectiveConfig:
     template: str | None = None
     text_field: str = "text"
     label_field: str = "label"
+    hide: float = 0.0
 
     def __post_init__(self) -> None:
         _check(0 <= self.smoothing < 1, "objective.smoothing", self.smoothing, "in [0, 1)")
         _check(0 < self.density < 1, "objective.density", self.density, "between 0 and 1")
         _check(self.mean_span >= 1, "objective.mean_span", self.mean_span, "at least 1")
         _check(0 <= self.sampling <= 1, "objective.sampling", self.sampling, "in [0, 1]")
+        _check(0 <= self.hide < 1, "objective.hide", self.hide, "in [0, 1)")
         steps = self.sampling_steps
         _check(steps is None or steps >= 1, "objective.sampling_steps", steps, "at least 1")
 

@@ -18,7 +18,7 @@ from kvad.train.corpus import Corpus, Framer, Source
 from kvad.train.data import DocumentData, TrainingData
 from kvad.train.examples import ExampleCorpus
 from kvad.train.labelled import open_labelled
-from kvad.train.masking import MaskedData, mask_token
+from kvad.train.masking import HidingData, MaskedData, mask_token
 from kvad.train.pair_data import PairData
 from kvad.train.pairs import ROLES, PairCorpus, PairPaths, generation_of
 from kvad.train.sampling import SampledPairs
@@ -115,7 +115,8 @@ def feed(
     if isinstance(texts, PairCorpus):
         return (SampledPairs if wanted.sampling else PairData)(store, config, texts.num_held, pad)
     if isinstance(texts, ExampleCorpus):
-        return TextData(store, config, texts.num_held, pad, texts.noun)
+        data = TextData(store, config, texts.num_held, pad, texts.noun)
+        return HidingData(data, tokenizer, wanted.hide, train.seed, rows) if wanted.hide else data
     if wanted.kind == "masked":
         mask_token(tokenizer)
         return MaskedData(DocumentData(store, config), tokenizer, wanted.density, train.seed, rows)

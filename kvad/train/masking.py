@@ -22,7 +22,7 @@ from kvad.text.base import Tokenizer
 from kvad.train.data import Batch, TrainingData
 from kvad.train.store import Ints
 
-__all__ = ["EVALUATION", "TRAINING", "MaskedData", "draws", "mask_token", "masked_row"]
+__all__ = ["EVALUATION", "TRAINING", "HidingData", "MaskedData", "draws", "mask_token", "masked_row"]
 
 TRAINING, EVALUATION = 1, 2  # streams of random numbers: never 0, for SeedSequence pads with zeros
 MASKED, RANDOM = 0.8, 0.9  # below the first: the mask; below the second: a token at random
@@ -33,11 +33,11 @@ def draws(seed: int, stream: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number, stream])))
 
 
-def mask_token(tokenizer: Tokenizer) -> int:
-    """Raises DataError for a tokenizer that has no mask."""
+def mask_token(tokenizer: Tokenizer, wanted: str = "kind = masked") -> int:
+    """Raises DataError, naming the key of [objective] that is ``wanted``, for a tokenizer that has no mask."""
     if tokenizer.specials.mask is None:
         raise DataError(
-            "this tokenizer has no mask token, and objective masked needs one",
+            f"this tokenizer has no mask token, and objective.{wanted} needs one",
             "train one here, or list mask in tokenizer.specials",
         )
     return tokenizer.specials.mask
@@ -58,6 +58,41 @@ def masked_row(
     read = tokens.copy()
     read[drawn] = np.where(fate < MASKED, mask, np.where(fate < RANDOM, others, tokens[drawn]))
     return read, drawn
+
+
+class HidingData:
+    """Texts of which every token may be read as the mask in training, each with the chance ``share``; what is asked of
+    them stays, and nothing is hidden in an evaluation.
+
+    Word dropout (Iyyer et al. 2015, sec. 3.3): a small corpus cannot be learned by heart where it reads otherwise in
+    every epoch.  Special tokens stay.  Raises DataError for a tokenizer without a mask.
+    """
+
+    def __init__(self, texts: TrainingData, tokenizer: Tokenizer, share: float, seed: int, step_rows: int) -> None:
+        """``step_rows``: rows of an optimizer step."""
+        self._texts, self._share, self._seed, self._step_rows = texts, share, seed, step_rows
+        self._mask = mask_token(tokenizer, "hide")
+        self._special = torch.tensor(sorted(set(tokenizer.specials.names().values())))
+        self.train_tokens, self.validation_tokens = texts.train_tokens, texts.validation_tokens
+        self.tokens_per_step = texts.tokens_per_step
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        number, batches = step * self._step_rows, []
+        for batch in self._texts.micro_batches(step):
+            (lane,) = batch.step.lanes
+            tokens = batch.step.tokens
+            chance = [draws(self._seed, TRAINING, number + row).random(lane.new) for row in range(lane.rows)]
+            chosen = torch.from_numpy(np.concatenate(chance) < self._share).to(tokens.device)
+            chosen &= ~torch.isin(tokens, self._special.to(tokens.device))
+            batches.append(batch._replace(step=batch.step._replace(tokens=tokens.masked_fill(chosen, self._mask))))
+            number += lane.rows
+        return batches
+
+    def evaluation(self) -> Iterator[Batch]:
+        return self._texts.evaluation()
+
+    def told(self) -> list[str]:
+        return [*self._texts.told(), f"hidden: {self._share:.0%} of the tokens in training, drawn anew each time"]
 
 
 class MaskedData:

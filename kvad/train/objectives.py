@@ -50,6 +50,7 @@ KEYS = {  # which kinds a key is for; others refuse it
     "template": ("chat",),
     "text_field": ("classify",),
     "label_field": ("classify",),
+    "hide": ("tag", "classify"),
 }
 
 

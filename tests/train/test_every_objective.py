@@ -89,7 +89,7 @@ def gradient(data, model, objective, step=3):
     return summed, torch.cat([g.flatten() for g in grads]), [len(batch.targets) for batch in batches]
 
 
-VARIANTS = [*((kind, {}) for kind in KINDS), ("seq2seq", {"sampling": 0.5}), ("tag", {"smoothing": 0.1})]
+VARIANTS = [*((kind, {}) for kind in KINDS), ("seq2seq", {"sampling": 0.5}), ("tag", {"smoothing": 0.1, "hide": 0.2})]
 
 
 @pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=lambda value: str(value))

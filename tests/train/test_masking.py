@@ -8,7 +8,7 @@ from kvad.errors import DataError
 from kvad.step import Lane, Step
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.data import Batch
-from kvad.train.masking import EVALUATION, TRAINING, MaskedData, draws, masked_row
+from kvad.train.masking import EVALUATION, TRAINING, HidingData, MaskedData, draws, masked_row
 
 TOKENIZER = train_tokenizer("byte", [], specials=("pad", "cls", "sep", "mask"))
 MASK, CLS, SEP, PAD = (getattr(TOKENIZER.specials, role) for role in ("mask", "cls", "sep", "pad"))
@@ -101,5 +101,21 @@ def test_a_row_of_one_token_hides_it_and_an_empty_one_nothing():
 
 
 def test_a_tokenizer_without_a_mask_is_refused():
-    with pytest.raises(DataError, match="has no mask token, and objective masked needs one"):
+    with pytest.raises(DataError, match=r"has no mask token, and objective\.kind = masked needs one"):
         MaskedData(Rows(), train_tokenizer("byte", []), 0.15, 0, 4)
+
+
+def test_hiding_changes_what_is_read_and_nothing_that_is_asked():
+    rows = Rows()
+    data = HidingData(rows, TOKENIZER, 0.3, 0, 4)
+    shares = []
+    for step in range(50):
+        (batch,) = data.micro_batches(step)
+        hidden = batch.step.tokens != rows.batch.step.tokens
+        assert (batch.step.tokens[hidden] == MASK).all() and not hidden[rows.batch.step.tokens > 255].any()
+        assert torch.equal(batch.targets, rows.batch.targets) and torch.equal(batch.step.wanted, rows.batch.step.wanted)
+        shares.append(hidden.sum().item() / (4 * 91))
+    assert np.mean(shares) == pytest.approx(0.3, abs=0.02) and len(set(shares)) > 10
+    assert all(batch is rows.batch for batch in data.evaluation())
+    with pytest.raises(DataError, match=r"objective\.hide needs one"):
+        HidingData(rows, train_tokenizer("byte", []), 0.3, 0, 4)
