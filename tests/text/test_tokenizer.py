@@ -13,7 +13,7 @@ import pytest
 
 from kvad.errors import DataError, SaveError, TokenizerError
 from kvad.text.base import NAMES
-from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from kvad.text.tokenizer import KINDS, Tokenizer, load_tokenizer, train_tokenizer
 
 LOSSLESS = ("bpe", "byte", "char")
 
@@ -171,7 +171,8 @@ def test_empty_corpus(kind: str, texts: list[str]) -> None:
         ("word", {"split": "wrods"}, "did you mean 'words'"),
         ("wrod", {}, "did you mean 'word'"),
         ("char", {"min_freq": 0}, "min_freq 0"),
-        ("char", {"specials": ["sep"]}, "role 'sep'"),
+        ("char", {"specials": ["lang"]}, "role 'lang'"),
+        ("char", {"specials": ["<|bos|>"]}, "has a role.*name it 'bos'"),
         ("char", {"on_unknown": "ignore"}, "on_unknown='ignore'"),
     ],
 )
@@ -179,6 +180,20 @@ def test_options_that_cannot_be(kind: str, options: dict[str, object], message: 
     with pytest.raises(TokenizerError) as caught:
         train_tokenizer(kind, ["some text"], **options)  # type: ignore[arg-type]
     assert re.search(message, str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_encoders_roles_frame_a_text_and_tokens_of_ones_own_have_names(kind: str, tmp_path: Path) -> None:
+    roles = ("pad", "unk", "cls", "sep", "mask", "<extra_id_0>", "<|im_end|>")
+    made = train_tokenizer(kind, ["some text"], vocab_size=300, specials=roles)
+    made.save(tmp_path)
+    for tokenizer in (made, load_tokenizer(tmp_path)):
+        names, specials = tokenizer.specials.names(), tokenizer.specials
+        assert (names["[CLS]"], names["[SEP]"], names["[MASK]"]) == (specials.cls, specials.sep, specials.mask)
+        ids = tokenizer.encode("some text")
+        assert tokenizer.frame(ids) == [specials.cls, *ids, specials.sep] and None not in tokenizer.frame([])
+        assert tokenizer.encode("<extra_id_0><|im_end|>", specials=True) == [names["<extra_id_0>"], names["<|im_end|>"]]
+        assert tokenizer.fingerprint() == made.fingerprint()
 
 
 def test_a_str_is_not_a_corpus() -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvad.cache.weights import weight_shapes
+from kvad.checkpoint.theirs import choose_family
 from kvad.config import Embedding, Gated, LearnedPositions, Norm, Plain, Rope, SinusoidalPositions
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
@@ -36,15 +38,31 @@ def test_an_empty_run_file_is_the_defaults():
 def test_a_preset_and_what_differs_from_it(name):
     plain = run(model={"preset": name}).resolve(300)
     assert (plain.vocab, plain.limit) == (300, 256)
+    side = "encoder" if plain.decoder is None else "decoder"
     table = {
         "preset": name,
         "limit": 1024,
-        "decoder": {"layers": 3},
-        "set": {"decoder.kinds.L.mixer.heads": 24, "decoder.kinds.L.mixer.head_dim": 8},
+        side: {"layers": 3},
+        "set": {f"{side}.kinds.L.mixer.heads": 24, f"{side}.kinds.L.mixer.head_dim": 8},
     }
+    if isinstance(plain.embed.position, LearnedPositions):  # a longer row needs a longer table
+        table["embed"] = {"position": {"size": 1024}}
     other = run(model=table, data={"context": 128}).resolve(300)
-    assert other.limit == 1024 and other.decoder.layers == 3 and other.decoder.layer(0).mixer.heads == 24
-    assert other.decoder.layer(0).mlp == plain.decoder.layer(0).mlp
+    assert other.limit == 1024 and other.stack.layers == 3 and other.stack.layer(0).mixer.heads == 24
+    assert other.stack.layer(0).mlp == plain.stack.layer(0).mlp
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "context", "count"),
+    [("bert-base", 30_522, 512, 109_514_298), ("t5-small", 32_128, 512, 60_506_624)],
+)
+def test_bert_and_t5_have_their_own_numbers_of_parameters(name, vocab, context, count):
+    """As transformers counts BertForMaskedLM and T5ForConditionalGeneration of google-bert/bert-base-uncased's and
+    google-t5/t5-small's configs; and those classes hold them."""
+    model = run(model={"preset": name}, data={"context": context}).resolve(vocab)
+    assert sum(math.prod(shape) for shape in weight_shapes(model).values()) == count
+    reader = {"bert-base": "BertForMaskedLM", "t5-small": "T5ForConditionalGeneration"}[name]
+    assert choose_family(model).reader == reader
 
 
 @pytest.mark.parametrize(
