@@ -341,7 +341,7 @@ def poison(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 
 def _cut(mark: Mark, low: int, high: int) -> Mark:
-    return Mark(mark.position[:, low:high], None if mark.document is None else mark.document[:, low:high])
+    return Mark(*(None if x is None else x[:, low:high] for x in mark))  # type: ignore[arg-type]
 
 
 def distance_bias(bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor, reach: Reach | None = None) -> Tensor:
