@@ -187,15 +187,17 @@ class _Run:
     def _save(self, state: State) -> Path:
         content = progress(self.config, self.corpus, self.material, state)
         wanted = self.config.compress
-        path = save_compressor(
-            self.out,
-            state.step,
-            self.compressor,
-            self.made_for,
-            {"recent": wanted.recent, "sinks": wanted.sinks, "val_loss": state.val_loss},
-            Training(self.optimization.tensors(), content),
-            keep=self.config.train.keep,
-            fresh=self.fresh,
-        )
+        training = Training(self.optimization.tensors(), content)
+        with self.optimization.averaged():
+            path = save_compressor(
+                self.out,
+                state.step,
+                self.compressor,
+                self.made_for,
+                {"recent": wanted.recent, "sinks": wanted.sinks, "val_loss": state.val_loss},
+                training,
+                keep=self.config.train.keep,
+                fresh=self.fresh,
+            )
         self.fresh = False
         return path

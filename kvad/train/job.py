@@ -41,6 +41,7 @@ from kvad.train.objective import Autocast, NextToken, resolve_precision
 from kvad.train.optim import Optimization
 from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback, Outcome
+from kvad.train.schedules import paced_by
 from kvad.train.store import changed_sources
 from kvad.train.trainer import State, Trainer
 
@@ -168,7 +169,7 @@ class _Run:
     ) -> None:
         self.config, self.out, self.model, self.tokenizer, self.material = config, out, model, tokenizer, material
         self.corpus = as_json(corpus)
-        self.optimization = Optimization(model, config.optim, config.train)
+        self.optimization = Optimization(model, config.optim, config.train, model.config.width)
         self.layout, self.fresh = layout, fresh
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
@@ -192,18 +193,19 @@ class _Run:
     def _save(self, state: State) -> Path:
         tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
         content = progress(self.config, self.corpus, self.material, state)
-        path = save_step(
-            self.out,
-            state.step,
-            self.model.config,
-            self.model.state_dict(),
-            self.tokenizer,
-            Training(tensors, content),
-            layout=self.layout,
-            generation=self.material.generation(self.tokenizer),
-            keep=self.config.train.keep,
-            fresh=self.fresh,
-        )
+        with self.optimization.averaged():
+            path = save_step(
+                self.out,
+                state.step,
+                self.model.config,
+                self.model.state_dict(),
+                self.tokenizer,
+                Training(tensors, content),
+                layout=self.layout,
+                generation=self.material.generation(self.tokenizer),
+                keep=self.config.train.keep,
+                fresh=self.fresh,
+            )
         self.fresh = False
         return path
 
@@ -235,7 +237,7 @@ def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Opened, tokeni
 
 def check_differences(stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     """ConfigError naming what differs in a way that a run cannot go on with."""
-    found = differences(stored, wanted)
+    found = differences(stored, wanted) + paced_by(stored, wanted)
     if found:
         raise ConfigError(f"cannot resume with another configuration: {'; '.join(found)}", "start a new run for that")
 
