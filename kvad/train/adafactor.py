@@ -100,8 +100,10 @@ def _scaled(state: dict[str, Tensor], grad: Tensor, beta: float) -> Tensor:
     row = state["row"].lerp_(square.mean(dim=-1), 1 - beta)
     column = state["column"].lerp_(square.mean(dim=-2), 1 - beta)
     row = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
-    return row * column.rsqrt().unsqueeze(-2) * grad
+    update: Tensor = row * column.rsqrt().unsqueeze(-2) * grad
+    return update
 
 
 def _rms(x: Tensor) -> Tensor:
-    return x.norm() / math.sqrt(x.numel())
+    norm: Tensor = x.norm()
+    return norm / math.sqrt(x.numel())

@@ -77,14 +77,14 @@ class Schedule:
         assert self._config.factor is not None, "OptimConfig has looked"
         if width is None:
             raise ConfigError("optim.factor: what is trained has no width that the rate could follow from", "set lr")
-        return float(self._config.factor * (width * self._warmup) ** -0.5)
+        return self._config.factor / math.sqrt(width * self._warmup)
 
     def rate(self, step: int, elapsed: float) -> float:
         """Of optimizer step ``step`` (from 0), ``elapsed`` seconds into training."""
         config, train, warmup, lr = self._config, self._train, self._warmup, self.peak
         now = step + 1
         if config.schedule == "relative":
-            return min(lr, now**-0.5)
+            return min(lr, 1 / math.sqrt(now))
         if config.schedule == "inverse-sqrt":
             return lr * min(now / warmup, math.sqrt(warmup / now))
         share = elapsed / (60 * train.minutes) if train.minutes is not None else 0.0
