@@ -27,6 +27,7 @@ from kvad.model.heads import Classes, Language, Pooled, make_head, pool
 from kvad.model.mixers import Attention, CrossAttention, Encoding, make_mixer
 from kvad.model.parts import Embedding, Gated, Norm, dropped, make_mlp
 from kvad.model.positions import alibi_slopes, depends_on_limit, rope_factor, rope_frequencies
+from kvad.model.recompute import recomputed
 from kvad.ops.attend import Kernel
 from kvad.ops.lanes import Probe
 from kvad.own import load_own
@@ -99,6 +100,7 @@ class Stack(nn.Module):
     def __init__(self, config: ModelConfig, spec: cfg.Stack, limit: int, width: int) -> None:
         super().__init__()
         self.config, self.spec, self.limit = config, spec, limit
+        self.recompute = False  # in training: keep no activations, compute them again
         self.layers = nn.ModuleList(Layer(config, spec, spec.layer(i), width) for i in range(spec.layers))
         final = spec.layer(spec.layers - 1).norm
         self.norm = Norm(width, final) if spec.final_norm else None
@@ -117,8 +119,10 @@ class Stack(nn.Module):
         """x [T, E] -> [T, E]; one view per layer, and one per layer's cross-attention where there is any."""
         encodings = {letter: self.encoding(letter, step) for letter in self.spec.kinds}
         sources: Sequence[View | None] = cross or [None] * len(self.layers)
+        again = self.recompute and self.training and torch.is_grad_enabled()
         for index, (layer, view, source) in enumerate(zip(self.layers, views, sources, strict=True)):
-            x = layer(x, view, source, encodings[self.spec.kind_of(index)])
+            encoding = encodings[self.spec.kind_of(index)]
+            x = recomputed(layer, x, view, source, encoding) if again else layer(x, view, source, encoding)
         return x if self.norm is None else self.norm(x)
 
     def encoding(self, letter: str, step: Step) -> Encoding:

@@ -42,6 +42,7 @@ from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import Optimization
 from kvad.train.reports import Callback, Outcome
+from kvad.train.speed import refuse
 from kvad.train.trainer import State, Trainer
 
 __all__ = ["resume", "stored_run", "train"]
@@ -64,6 +65,7 @@ def train(
     check_out(out, corpus, config.data.suffixes)
     earlier = holds_run(out, overwrite)
     check_device(config.train.device)
+    refuse(config.train)
     opened, tokenizer = _opened(config)
     tell = teller(callbacks)
     named = named_for(opened.config.kind, corpus)

@@ -42,6 +42,7 @@ from kvad.train.optim import Optimization
 from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback, Outcome
 from kvad.train.schedules import paced_by
+from kvad.train.speed import prepare
 from kvad.train.store import changed_sources
 from kvad.train.trainer import State, Trainer
 
@@ -169,6 +170,7 @@ class _Run:
     ) -> None:
         self.config, self.out, self.model, self.tokenizer, self.material = config, out, model, tokenizer, material
         self.corpus = as_json(corpus)
+        prepare(model, config.train)
         self.optimization = Optimization(model, config.optim, config.train, model.config.width)
         self.layout, self.fresh = layout, fresh
 
@@ -177,6 +179,8 @@ class _Run:
         if stored is not None:
             self.optimization.restore(stored.tensors)
             torch.set_rng_state(stored.tensors["rng"])
+            if "rng_device" in stored.tensors:
+                torch.cuda.set_rng_state(stored.tensors["rng_device"], self.config.train.device)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
         heard = [metrics, *callbacks]
         sample = self.material.sampler(self.model, self.tokenizer)
@@ -192,6 +196,8 @@ class _Run:
 
     def _save(self, state: State) -> Path:
         tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
+        if torch.device(self.config.train.device).type == "cuda":
+            tensors["rng_device"] = torch.cuda.get_rng_state(self.config.train.device)
         content = progress(self.config, self.corpus, self.material, state)
         with self.optimization.averaged():
             path = save_step(
