@@ -267,13 +267,15 @@ class Bias(Protocol):
 
 class Score(NamedTuple):
     """How q.k becomes a logit, as data: ``softcap(scale * rotate(q).rotate(k)) + bias``; ``sink_logits`` [H] join the
-    softmax's denominator only (a head may attend to nothing)."""
+    softmax's denominator only (a head may attend to nothing).  ``dropout``: the share of the softmax's weights that
+    training sets to zero; 0 wherever a cache reads."""
 
     scale: float
     softcap: float | None = None
     rotary: Rotary | None = None
     bias: Slopes | Buckets | Bias | None = None
     sink_logits: Tensor | None = None
+    dropout: float = 0.0
 
 
 class View(Protocol):

@@ -27,7 +27,9 @@ def fingerprint(model: Transformer) -> str:
     names = sorted(state)
     pieces = [piece for name in names for piece in _pieces(state[name])]
     said = [f"{name} {state[name].dtype} {tuple(state[name].shape)}" for name in names]
-    digest = blake2b(json.dumps([model.config.to_dict(), said], sort_keys=True).encode(), digest_size=16)
+    config = model.config.to_dict()
+    del config["dropout"]  # training's: it decides nothing that the model says
+    digest = blake2b(json.dumps([config, said], sort_keys=True).encode(), digest_size=16)
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # hashing lets go of the interpreter
         for each in pool.map(_hashed, pieces):
             digest.update(each)

@@ -6,7 +6,7 @@ A run file has these tables::
     [data]        context, suffixes, documents, errors, validation, ...   DataConfig
     [tokenizer]   kind, path, vocab_size, ...                            TokenizerConfig
     [objective]   kind: what the model learns to say                     ObjectiveConfig
-    [optim]       lr, schedule, weight_decay, clip, ...                  OptimConfig
+    [optim]       name, lr, schedule, weight_decay, clip, ema, ...        OptimConfig (optim_config.py)
     [train]       steps, minutes, batch, precision, save_every, ...      TrainConfig
     [compress]    model, ratio, recent, ...: what objective.kind = "compress" trains, in the place of [model] and
                   [tokenizer]                                            CompressConfig
@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from kvad.config import ModelConfig, from_dict, override, to_dict
 from kvad.errors import ConfigError, nearest
+from kvad.train.optim_config import OptimConfig
 from kvad.train.presets import PRESETS
 
 __all__ = [
@@ -120,40 +121,15 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """AdamW.  The learning rate rises over ``warmup`` steps (None: a tenth of the run, 100 steps at most) to ``lr`` and
-    falls along a cosine to ``min_lr``; with ``train.minutes`` the cosine follows the elapsed share of the time.
-
-    ``weight_decay`` applies to matrices and embeddings (``optim.py``); ``clip``: the largest norm of a step's gradient.
-    """
-
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    warmup: int | None = None
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "clip"):
-            _check(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "above 0")
-        for name in ("min_lr", "weight_decay"):
-            _check(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "0 or more")
-        for name in ("beta1", "beta2"):
-            _check(0 <= getattr(self, name) < 1, f"optim.{name}", getattr(self, name), "in [0, 1)")
-        _check(self.warmup is None or self.warmup >= 0, "optim.warmup", self.warmup, "0 or more")
-        _check(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"at most lr {self.lr}")
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """A run ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first (neither: 1,000 steps).
 
     A step is ``accumulate`` micro-batches of ``batch`` rows.  ``precision``: ``auto`` is bf16 autocast where the
     machine multiplies bf16 natively, else fp32.  ``eval_tokens``: how much of the validation split an evaluation reads,
     evenly spread (0 = all of it).
+
+    ``recompute``: a layer's activations are computed again in the backward pass instead of kept.  ``compile``: the
+    model's training steps run through torch.compile.
     """
 
     steps: int | None = None
@@ -168,6 +144,8 @@ class TrainConfig:
     save_every: int = 500
     log_every: int = 10
     keep: int = 2
+    recompute: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "eval_every", "save_every", "log_every", "keep"):
@@ -349,11 +327,8 @@ def _check(holds: bool, where: str, value: object, must: str) -> None:
 
 
 def _check_precision(precision: str, device: str) -> None:
-    if precision != "fp16":
-        return
-    if device.startswith("cpu"):
+    if precision == "fp16" and device.startswith("cpu"):
         raise ConfigError(
             "train.precision: fp16 compute on a CPU is refused: its matrix products stall there for minutes",
             "use bf16 or fp32",
         )
-    raise ConfigError("train.precision: fp16 needs loss scaling, which kvad does not do", "use bf16 or fp32")

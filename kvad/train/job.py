@@ -41,6 +41,8 @@ from kvad.train.objective import Autocast, NextToken, resolve_precision
 from kvad.train.optim import Optimization
 from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback, Outcome
+from kvad.train.schedules import paced_by
+from kvad.train.speed import prepare
 from kvad.train.store import changed_sources
 from kvad.train.trainer import State, Trainer
 
@@ -168,7 +170,8 @@ class _Run:
     ) -> None:
         self.config, self.out, self.model, self.tokenizer, self.material = config, out, model, tokenizer, material
         self.corpus = as_json(corpus)
-        self.optimization = Optimization(model, config.optim, config.train)
+        prepare(model, config.train)
+        self.optimization = Optimization(model, config.optim, config.train, model.config.width)
         self.layout, self.fresh = layout, fresh
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
@@ -176,6 +179,8 @@ class _Run:
         if stored is not None:
             self.optimization.restore(stored.tensors)
             torch.set_rng_state(stored.tensors["rng"])
+            if "rng_device" in stored.tensors:
+                torch.cuda.set_rng_state(stored.tensors["rng_device"], self.config.train.device)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
         heard = [metrics, *callbacks]
         sample = self.material.sampler(self.model, self.tokenizer)
@@ -191,19 +196,22 @@ class _Run:
 
     def _save(self, state: State) -> Path:
         tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
+        if torch.device(self.config.train.device).type == "cuda":
+            tensors["rng_device"] = torch.cuda.get_rng_state(self.config.train.device)
         content = progress(self.config, self.corpus, self.material, state)
-        path = save_step(
-            self.out,
-            state.step,
-            self.model.config,
-            self.model.state_dict(),
-            self.tokenizer,
-            Training(tensors, content),
-            layout=self.layout,
-            generation=self.material.generation(self.tokenizer),
-            keep=self.config.train.keep,
-            fresh=self.fresh,
-        )
+        with self.optimization.averaged():
+            path = save_step(
+                self.out,
+                state.step,
+                self.model.config,
+                self.model.state_dict(),
+                self.tokenizer,
+                Training(tensors, content),
+                layout=self.layout,
+                generation=self.material.generation(self.tokenizer),
+                keep=self.config.train.keep,
+                fresh=self.fresh,
+            )
         self.fresh = False
         return path
 
@@ -235,7 +243,7 @@ def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Opened, tokeni
 
 def check_differences(stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     """ConfigError naming what differs in a way that a run cannot go on with."""
-    found = differences(stored, wanted)
+    found = differences(stored, wanted) + paced_by(stored, wanted)
     if found:
         raise ConfigError(f"cannot resume with another configuration: {'; '.join(found)}", "start a new run for that")
 

@@ -4,7 +4,9 @@ An estimate of what is held at the same time; what comes and goes beside it (a l
 counted, so that no run is refused that would have fitted.  P parameters; rows of S tokens; T tokens of one micro-batch
 (``--batch`` rows), A micro-batches of an optimizer step; other letters as in ``step.py``, F an MLP's hidden width::
 
-    state        16 P        weights, their gradients and AdamW's two moments, float32
+    state        16 P        weights, their gradients and AdamW's two moments, float32; with Muon 12 P and 4 V E for
+                             AdamW's share, with Adafactor 8 P (12 P with beta1); 4 P more for a moving average of the
+                             weights, 4 P k for the last k
     rows         48 T A      tokens, positions, documents, limits, wanted, targets: int64, all micro-batches at once
                              an encoder-decoder's sources 32 T A beside them
     activations  4 T x       what the backward pass of one micro-batch needs, float32; under bf16 0.6 of it, + 2 P for
@@ -12,7 +14,9 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
                                  5 E (4 E where norms come after) + (H + K) D (twice that where it is rotated)
                                  + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate, F with ReLU) + S
                                  + 4 H S where attention makes its scores (softcap, sink logits), H S with a bias
-                             and, where a layer attends to a source, that attention's share and 2 E more
+                             and, where a layer attends to a source, that attention's share and 2 E more;
+                             with dropout of its weights, attention makes its scores, and H S more are the mask.
+                             Recomputed: E for each layer, and x of the largest one alone
     logits       16 min(T V, max(LOGIT_BUDGET, V))    logits, their log-probabilities and the gradients of both
 
 A test counts what autograd really keeps.  Only the CPU's memory is asked for: another device answers for itself.
@@ -21,11 +25,11 @@ No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
 
 from __future__ import annotations
 
-from kvad.config import Attention, Gated, Layer, ModelConfig, Rope, Stack, head_dim
+from kvad.config import Attention, Gated, Layer, ModelConfig, Rope, Stack, head_dim, table_width
 from kvad.errors import MemoryPlanError, counted
 from kvad.train.config import RunConfig
 
-__all__ = ["require", "training_bytes"]
+__all__ = ["require", "state_bytes", "training_bytes"]
 
 LOGIT_BUDGET = 1 << 22  # objective.py's, which imports torch; a test holds them equal
 HALF = 0.6  # of the activations, where autocast multiplies in bf16: the stream and the norms stay float32
@@ -36,11 +40,20 @@ def training_bytes(model: ModelConfig, run: RunConfig, parameters: int, batch: i
     tokens = batch * run.data.context
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
-    kept = 4 * tokens * sum(_kept(model, stack, layer, run.data.context) for stack, layer in layers)
+    each = [_kept(model, stack, layer, run.data.context) for stack, layer in layers]
+    kept = 4 * tokens * (model.width * len(each) + max(each) if run.train.recompute else sum(each))
     logits = 16 * min(tokens * model.vocab, max(LOGIT_BUDGET, model.vocab))
     activations = int(HALF * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
-    return 16 * parameters + row * tokens * run.train.accumulate + activations + logits
+    return state_bytes(model, run, parameters) + row * tokens * run.train.accumulate + activations + logits
+
+
+def state_bytes(model: ModelConfig, run: RunConfig, parameters: int) -> int:
+    """Bytes of weights, gradients, what the optimizer remembers of them, and averages."""
+    optim = run.optim
+    each = {"adamw": 16, "muon": 12, "adafactor": 8 if optim.beta1 is None else 12}[optim.name]
+    each += 4 * (optim.average + (optim.ema > 0))
+    return each * parameters + (4 * model.vocab * table_width(model) if optim.name == "muon" and parameters else 0)
 
 
 def _kept(model: ModelConfig, stack: Stack, layer: Layer, context: int) -> int:
@@ -62,6 +75,8 @@ def _attended(model: ModelConfig, mixer: Attention, context: int) -> int:
         attention += 4 * heads * context
     elif not (mixer.position is None or isinstance(mixer.position, Rope)):
         attention += heads * context
+    if model.dropout.attention:
+        attention += 3 * heads * context
     return attention
 
 
@@ -82,10 +97,12 @@ def require(model: ModelConfig, run: RunConfig, parameters: int, available: int 
         middle = (low + high) // 2
         low, high = (middle, high) if need(middle) <= available else (low, middle)
     hint = f"what would fit: --batch {low} (more rows to a step: --accumulate)"
+    if not run.train.recompute:
+        hint += "; --set train.recompute=true keeps fewer activations"
+    state = _shown(state_bytes(model, run, parameters))
     raise MemoryPlanError(
         f"training on {counted(batch, 'row')} of {counted(run.data.context, 'token')} at a time needs about "
-        f"{_shown(need(batch))} (weights, gradients and moments {_shown(16 * parameters)}) and {_shown(available)} "
-        "is available",
+        f"{_shown(need(batch))} (weights, gradients and moments {state}) and {_shown(available)} is available",
         hint if low else "not even --batch 1 fits: a smaller --context, --accumulate or model would",
     )
 

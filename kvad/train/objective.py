@@ -28,8 +28,9 @@ LOGIT_BUDGET = 1 << 22  # elements of [positions, V] made at a time
 class Objective(Protocol):
     """By what the loop trains."""
 
-    def backward(self, batch: Batch, total: int) -> float:
-        """Add the gradient of this batch's summed loss / ``total`` targets; returns the summed loss."""
+    def backward(self, batch: Batch, total: float) -> float:
+        """Add the gradient of this batch's summed loss / ``total`` targets (fewer, by the loss scale of fp16); returns
+        the summed loss."""
         ...
 
     def loss_of(self, batches: Iterable[Batch]) -> tuple[float, int]:
@@ -43,7 +44,7 @@ class NextToken:
     def __init__(self, model: Transformer, autocast: Autocast) -> None:
         self._model, self._memory, self._autocast = model, Fresh(model.config), autocast
 
-    def backward(self, batch: Batch, total: int) -> float:
+    def backward(self, batch: Batch, total: float) -> float:
         return backward(self._model, batch, self._memory, total, self._autocast)
 
     def loss_of(self, batches: Iterable[Batch]) -> tuple[float, int]:
@@ -51,13 +52,14 @@ class NextToken:
 
 
 class Autocast:
-    """``precision`` as a context: bf16 products and fp32 everything else, or nothing."""
+    """``precision`` as a context: bf16 or fp16 products and fp32 everything else, or nothing."""
 
     def __init__(self, precision: str, device: str) -> None:
-        self._enabled, self._kind = precision == "bf16", torch.device(device).type
+        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self._kind = torch.device(device).type
 
     def __call__(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._kind, dtype=torch.bfloat16) if self._enabled else nullcontext()
+        return nullcontext() if self._dtype is None else torch.autocast(self._kind, dtype=self._dtype)
 
 
 def resolve_precision(precision: str, device: str) -> str:
@@ -74,7 +76,7 @@ def resolve_precision(precision: str, device: str) -> str:
     return "bf16" if native.get("avx512_bf16") or native.get("amx_bf16") else "fp32"
 
 
-def backward(model: Transformer, batch: Batch, memory: Memory, total: int, autocast: Autocast) -> float:
+def backward(model: Transformer, batch: Batch, memory: Memory, total: float, autocast: Autocast) -> float:
     """Add the gradient of this batch's summed loss / ``total``; returns the summed loss (nats)."""
     with autocast():
         hidden = model(batch.step, memory)
