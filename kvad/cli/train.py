@@ -70,7 +70,11 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
     metavar="KEY=VALUE",
     help="Set any key of the run: optim.lr=1e-3; the model's need no table: decoder.layers=4.",
 )
-@click.option("--objective", type=click.Choice(["next-token", "compress"]), help="[default: next-token]")
+@click.option(
+    "--objective",
+    type=click.Choice(["next-token", "seq2seq", "masked", "spans", "tag", "classify", "chat", "compress"]),
+    help="[default: next-token; of pairs seq2seq, of an encoder masked]",
+)
 @click.option("--init", metavar="MODEL", help="Of compress: the model whose cache is compressed.")
 @click.option(
     "--preset",
@@ -86,7 +90,7 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option(
     "--validation",
     metavar="SHARE|FILE",
-    help="Share of the corpus that is held out, or a TSV file of pairs.  [default: 0.1]",
+    help="Share of the corpus that is held out, or a file of pairs or examples.  [default: 0.1]",
 )
 @click.option(
     "--validation-pairs", multiple=True, type=TWO_PATHS, metavar="SOURCE TARGET", help="Two files of pairs held out."
@@ -268,6 +272,18 @@ def draw_loss_curve(out: Path) -> list[Path]:
         return []
 
 
+def _next(config: RunConfig) -> str:
+    """The command that asks the trained model."""
+    said = {"masked": "fill", "tag": "tag", "classify": "classify", "chat": "chat"}
+    usual = "translate" if config.resolve(vocab=1).kind == "encoder-decoder" else "generate"
+    kind = (
+        "masked"
+        if config.resolve(vocab=1).kind == "encoder" and config.objective.kind == "auto"
+        else config.objective.kind
+    )
+    return said.get(kind, usual)
+
+
 def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as_json: bool) -> None:
     if as_json:
         emit_json({**dataclasses.asdict(outcome), "out": out, "figures": figures, "config": config.to_dict()})
@@ -288,5 +304,4 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
         policy = f"hierarchy({wanted.recent}, packed=0, summaries=N, ratio={wanted.ratio}, every={wanted.every})"
         click.echo(f'next:  kvad generate {wanted.model} --compressor {out} --policy "{policy}"', err=True)
     else:
-        command = "translate" if config.resolve(vocab=1).kind == "encoder-decoder" else "generate"
-        click.echo(f"next:  kvad {command} {out}", err=True)
+        click.echo(f"next:  kvad {_next(config)} {out}", err=True)

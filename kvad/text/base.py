@@ -25,6 +25,7 @@ from kvad.errors import SaveError, TokenizerError, nearest
 
 __all__ = [
     "CUT_CHARS",
+    "ENCODER_NAMES",
     "FILE_NAME",
     "NAMES",
     "OnUnknown",
@@ -50,6 +51,7 @@ NAMES = {
     "pad": "<|pad|>",
     "unk": "<|unk|>",
 }
+ENCODER_NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}  # as BERT spells them
 OnUnknown = Literal["warn", "error"]
 CUT_CHARS = 1 << 20  # a longer document is encoded in pieces of about this many characters
 
@@ -169,13 +171,22 @@ class OneByOne(ABC):
 
 
 def standard_specials(roles: Sequence[str], first: int) -> Specials:
-    """The named roles, in their fixed order, with ids from ``first`` on; the separator always exists."""
-    unknown = [role for role in roles if role not in NAMES]
+    """The named roles, in their fixed order, with ids from ``first`` on; the separator always exists.
+
+    What is spelled ``<...>`` is no role but a special token of its own (``<extra_id_0>``), and comes after them.
+    """
+    known = {**NAMES, **ENCODER_NAMES}
+    own = list(dict.fromkeys(role for role in roles if role.startswith("<") and role.endswith(">")))
+    unknown = [role for role in roles if role not in known and role not in own]
     if unknown:
-        raise TokenizerError(f"unknown special token role {unknown[0]!r}", nearest(unknown[0], NAMES))
-    chosen = [role for role in NAMES if role == "separator" or role in roles]
+        raise TokenizerError(f"unknown special token role {unknown[0]!r}", nearest(unknown[0], known))
+    if taken := [name for name in own if name in known.values()]:
+        role = next(role for role, name in known.items() if name == taken[0])
+        raise TokenizerError(f"the special token {taken[0]} has a role", f"name it {role!r}")
+    chosen = [role for role in known if role == "separator" or role in roles]
     ids = {role: first + i for i, role in enumerate(chosen)}
-    return Specials(**ids, named=tuple((NAMES[role], token_id) for role, token_id in ids.items()))
+    named = [known[role] for role in chosen] + own
+    return Specials(**ids, named=tuple((name, first + i) for i, name in enumerate(named)))
 
 
 def check_text(text: str) -> None:

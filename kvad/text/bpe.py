@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvad.errors import TokenizerError
-from kvad.text.base import NAMES, cut, standard_specials
+from kvad.text.base import ENCODER_NAMES, NAMES, cut, standard_specials
 from kvad.text.frame import Frame, write_frame
 from kvad.text.library import LibraryTokenizer
 from kvad.text.pieces import byte_alphabet
@@ -31,7 +31,7 @@ def train_bpe(
     """Learn merges until the vocabulary has ``vocab_size`` tokens, or no pair occurs ``min_freq`` times.
 
     The first specials and the 256 bytes are always there, so that is the least ``vocab_size``.  ``closed``: EOS is part
-    of a text's frame.
+    of a text's frame; the roles cls and sep always are.
     """
     from tokenizers import (  # type: ignore[import-untyped]
         AddedToken,
@@ -60,6 +60,9 @@ def train_bpe(
         show_progress=False,
     )
     backend.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
-    if closed:
+    if "cls" in roles and "sep" in roles:
+        first, last = (backend.token_to_id(ENCODER_NAMES[role]) for role in ("cls", "sep"))
+        write_frame(backend, Frame((first,), (last,)))
+    elif closed:
         write_frame(backend, Frame(after=(backend.token_to_id(NAMES["eos"]),)))
     return LibraryTokenizer(backend, on_unknown=on_unknown)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from kvad.errors import DataError, TokenizerError
 from kvad.text.base import (
+    ENCODER_NAMES,
     FILE_NAME,
     NAMES,
     OneByOne,
@@ -73,7 +74,9 @@ class TableTokenizer(OneByOne):
         return ids
 
     def frame(self, ids: Sequence[int], *, language: str | None = None) -> list[int]:
-        return Frame().around(ids, language)
+        cls, sep = self.specials.cls, self.specials.sep
+        before = () if cls is None else (cls,)
+        return Frame(before, () if sep is None else (sep,)).around(ids, language)
 
     def joiner(self, *, skip_specials: bool = True) -> Callable[[int], bytes]:
         return self.token_bytes if skip_specials else self._shown
@@ -87,7 +90,9 @@ class TableTokenizer(OneByOne):
         return self._names.get(token_id) or self.token_bytes(token_id)
 
     def _file_text(self) -> str:
-        roles = [role for role in NAMES if getattr(self.specials, role) is not None]
+        known = {**NAMES, **ENCODER_NAMES}
+        roles = [role for role in known if getattr(self.specials, role) is not None]
+        roles += [name for name, _ in self.specials.named if name not in known.values()]
         content = {"kind": self.kind, "specials": roles, **self._content()}
         return json.dumps({"kvad": content}, ensure_ascii=False, indent=1) + "\n"
 

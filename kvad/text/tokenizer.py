@@ -47,8 +47,9 @@ def train_tokenizer(
 
     ``vocab_size`` is a ceiling, specials included; ``min_freq`` is for tokens (bpe: for pairs to merge); both mean
     nothing to ``byte``, which has nothing to learn and reads no text.  ``lower`` is for char and word, ``split`` for
-    word (``words.SPLITS``).  ``specials`` are roles out of separator, bos, eos, pad, unk; the separator is always
-    there, and by default unk for char and word.  ``closed``: EOS is part of a text's frame (bpe, whose file others read
+    word (``words.SPLITS``).  ``specials`` are roles out of separator, bos, eos, pad, unk, cls, sep, mask, and
+    names of tokens without a role (``<extra_id_0>``); the separator is always there, and by default unk for char and
+    word.  cls and sep are around every text.  ``closed``: EOS is part of a text's frame (bpe, whose file others read
     too; the other kinds have no frame).
     Raises TokenizerError for an option that cannot be, DataError for an empty corpus.
     """

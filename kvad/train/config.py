@@ -114,10 +114,37 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """``kind``: ``next-token`` (of documents, or of a target whose source is read first), or ``compress``: a compressor
-    of a model's cache (``distil.py``)."""
+    """What is learned.  ``auto``: ``next-token`` of a decoder, ``seq2seq`` of an encoder-decoder, ``masked`` of an
+    encoder; ``fitting`` (``objectives.py``) says which kinds a model can have, and which keys a kind.
 
-    kind: Literal["next-token", "compress"] = "next-token"
+    ``smoothing``: label smoothing of the cross entropy.  ``density``: of masked and spans, the share of tokens that are
+    hidden; ``mean_span``: of spans, how long those are.  ``sampling``: of seq2seq, the share of a decoder's tokens that
+    are the model's own at last; it rises as ``sampling_schedule`` says over ``sampling_steps`` (None: the run's).
+    ``hide``: of tag and classify, the share of the tokens that are read as the mask in training, against overfitting.
+    ``template``: of chat, a file with the chat template (None: the tokenizer's, else ChatML).  ``text_field`` and
+    ``label_field``: of classify, names in JSONL.
+    """
+
+    kind: Literal["auto", "next-token", "seq2seq", "masked", "spans", "tag", "classify", "chat", "compress"] = "auto"
+    smoothing: float = 0.0
+    density: float = 0.15
+    mean_span: float = 3.0
+    sampling: float = 0.0
+    sampling_schedule: Literal["linear", "exponential", "sigmoid"] = "linear"
+    sampling_steps: int | None = None
+    template: str | None = None
+    text_field: str = "text"
+    label_field: str = "label"
+    hide: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.smoothing < 1, "objective.smoothing", self.smoothing, "in [0, 1)")
+        _check(0 < self.density < 1, "objective.density", self.density, "between 0 and 1")
+        _check(self.mean_span >= 1, "objective.mean_span", self.mean_span, "at least 1")
+        _check(0 <= self.sampling <= 1, "objective.sampling", self.sampling, "in [0, 1]")
+        _check(0 <= self.hide < 1, "objective.hide", self.hide, "in [0, 1)")
+        steps = self.sampling_steps
+        _check(steps is None or steps >= 1, "objective.sampling_steps", steps, "at least 1")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from kvad.ops.rotary import Angles, rotate_blocks
 from kvad.step import Mark, Memory, Reach, Rotary, Score, Step, View
 from kvad.train.config import CompressConfig
 from kvad.train.data import Batch
-from kvad.train.objective import Autocast
+from kvad.train.objective import Autocast, Measured
 
 __all__ = ["Distillation"]
 
@@ -50,14 +50,14 @@ class Distillation:
         return summed
 
     @torch.no_grad()
-    def loss_of(self, batches: Iterable[Batch]) -> tuple[float, int]:
+    def loss_of(self, batches: Iterable[Batch]) -> Measured:
         """Mean loss, each batch by its targets, and how many targets there were."""
         summed, count = 0.0, 0
         for batch in batches:
             losses = [loss.item() for loss in self._losses(batch)]
             summed += math.fsum(losses) / len(losses) * len(batch.targets)
             count += len(batch.targets)
-        return summed / max(count, 1), count
+        return Measured(summed / max(count, 1), count)
 
     def _losses(self, batch: Batch) -> Iterator[Tensor]:
         """Of each layer that has a compressor."""

@@ -5,7 +5,7 @@
     outcome = train(RunConfig(train=TrainConfig(minutes=2)), [Path("corpus")], Path("runs/x"), callbacks=[...])
 
 An encoder-decoder (``RunConfig(model={"preset": "transformer-tiny"})``) is trained on pairs: the paths are TSV files,
-or the corpus is a :class:`~kvad.train.pairs.PairPaths`.
+or the corpus is a :class:`~kvad.train.pairs.PairPaths`.  What else may be learned, and from what: ``objectives.py``.
 
 A run folder holds ``checkpoints/step-N/`` (each a whole checkpoint), ``data/`` (the tokens) and ``metrics.jsonl``.
 ``LLM.load("runs/x")`` works from the first save on, at any moment.  What cannot be trained is refused before any of it
@@ -28,7 +28,7 @@ from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import load, save_step
 from kvad.checkpoint.opened import Opened, Training
 from kvad.checkpoint.theirs import Layout, choose_layout
-from kvad.config import ModelConfig, meaning
+from kvad.config import Classes, ModelConfig, meaning
 from kvad.errors import CheckpointError, ConfigError, UsageError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
@@ -37,7 +37,8 @@ from kvad.train.initial import initialise
 from kvad.train.material import Material, Named, as_json, from_json, named_for
 from kvad.train.memory import require
 from kvad.train.metrics import MetricsFile
-from kvad.train.objective import Autocast, NextToken, resolve_precision
+from kvad.train.objective import Autocast, resolve_precision
+from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
 from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback, Outcome
@@ -88,16 +89,17 @@ def train(
     check_device(config.train.device)
     kind = config.resolve(vocab=1).kind  # before a tokenizer is trained for a model that cannot be
     tell = teller(callbacks)
-    named = named_for(kind, corpus)
+    config = fitting(config, kind)
+    named = named_for(config.objective.kind, corpus)
     material = Material(config, named, tell)
     tokenizer = material.make_tokenizer()
-    model_config = config.resolve(tokenizer.vocab_size)
+    model_config = material.shaped(config.resolve(tokenizer.vocab_size))
     _check_memory(config, model_config, available)
     with nothing_left(out):
         material.open(out / "data", tokenizer)
     torch.manual_seed(config.train.seed)
     model = Transformer(model_config)
-    if kind == "encoder-decoder":
+    if kind != "decoder":
         initialise(model)
     model.to(config.train.device)
     layout = _layout(model_config, material.generation(tokenizer), tell)
@@ -124,13 +126,13 @@ def resume(
     checkpoint = load(out)
     state, tokenizer = checkpoint.training, checkpoint.tokenizer
     assert state is not None and tokenizer is not None, "stored_run has looked"
-    config, corpus = config or stored, corpus or paths
+    config, corpus = fitting(config or stored, checkpoint.config.kind), corpus or paths
     _check_same(stored, config, checkpoint, tokenizer)
     check_device(config.train.device)
     _check_memory(config, checkpoint.config, available)
     tell = teller(callbacks)
-    named = named_for(checkpoint.config.kind, corpus)
-    material = Material(config, named, tell)
+    named = named_for(config.objective.kind, corpus)
+    material = Material(config, named, tell, template=checkpoint.path)
     open_again(material, out, tokenizer, state, tell)
     torch.manual_seed(config.train.seed)
     model = Transformer(checkpoint.config)
@@ -185,7 +187,7 @@ class _Run:
         heard = [metrics, *callbacks]
         sample = self.material.sampler(self.model, self.tokenizer)
         precision = resolve_precision(train.precision, train.device)
-        objective = NextToken(self.model, Autocast(precision, train.device))
+        objective = make_objective(self.config, self.model, Autocast(precision, train.device))
         trainer = Trainer(
             self.model, objective, self.optimization, self.material.data, train, state, self._save, sample, heard, clock
         )
@@ -211,6 +213,7 @@ class _Run:
                 generation=self.material.generation(self.tokenizer),
                 keep=self.config.train.keep,
                 fresh=self.fresh,
+                files=self.material.files(self.tokenizer),
             )
         self.fresh = False
         return path
@@ -229,7 +232,9 @@ def _layout(config: ModelConfig, generation: Generation, tell: Callable[[str], N
 
 def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Opened, tokenizer: Tokenizer) -> None:
     there, here = stored.to_dict(), wanted.to_dict()
-    model = wanted.resolve(tokenizer.vocab_size)
+    head = checkpoint.config.head
+    labels = head.labels if isinstance(head, Classes) else ()
+    model = headed(wanted.resolve(tokenizer.vocab_size), wanted.objective.kind, labels)
     same = meaning(model) == meaning(checkpoint.config)  # two spellings of one model are no difference
     there["model"] = {} if same else checkpoint.config.to_dict()
     here["model"] = {} if same else model.to_dict()

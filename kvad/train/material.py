@@ -1,6 +1,6 @@
-"""What a run is trained on, by the kind of its model: a decoder on documents, an encoder-decoder on pairs.
+"""What a run is trained on, by its objective: documents, pairs, or examples of what is to be said of a text.
 
-Everything else about training is the same for both; where they differ, it is said here.
+Everything else about training is the same for all; where they differ, it is said here.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from kvad.checkpoint.generation import Generation
+from kvad.config import ModelConfig
 from kvad.errors import ConfigError, UsageError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from kvad.train.chats import ChatCorpus
 from kvad.train.config import RunConfig
 from kvad.train.corpus import Corpus, open_corpus
-from kvad.train.data import DocumentData, TrainingData
+from kvad.train.data import TrainingData
+from kvad.train.examples import ExampleCorpus
+from kvad.train.feeds import FramedCorpus, feed, generation_for, open_examples, roles_for
+from kvad.train.objectives import EXAMPLES as OF_EXAMPLES
+from kvad.train.objectives import headed
 from kvad.train.pair_data import PairData
-from kvad.train.pairs import ROLES, PairCorpus, PairPaths, generation_of, open_pairs
+from kvad.train.pairs import PairCorpus, PairPaths, generation_of, open_pairs
 from kvad.train.reports import Sample
 from kvad.train.samples import greedy
 from kvad.train.store import TokenStore, open_store, store_key
@@ -28,18 +34,17 @@ Named = Sequence[Path] | PairPaths  # what a user names: files and folders of do
 EXAMPLES = 3  # held-out sources that are answered at every evaluation
 
 
-def named_for(kind: str, corpus: Named) -> Named:
-    """What is named, as a model of this kind reads it: paths alone are TSV files for an encoder-decoder.
+def named_for(objective: str, corpus: Named) -> Named:
+    """What is named, as this objective reads it: paths alone are TSV files for seq2seq, and files of examples for tag,
+    classify and chat, beside which others may be held out.
 
-    Raises UsageError for pairs that a decoder is to read, ConfigError for an encoder alone.
+    Raises UsageError for pairs that are to be read as documents.
     """
-    if kind == "encoder":
-        raise ConfigError("an encoder alone cannot be trained yet", "train a decoder or an encoder-decoder")
-    if kind == "encoder-decoder":
+    if objective == "seq2seq" or objective in OF_EXAMPLES:
         return corpus if isinstance(corpus, PairPaths) else PairPaths(tuple((path,) for path in corpus))
     if isinstance(corpus, PairPaths):
         raise UsageError(
-            "pairs are for an encoder-decoder, and this model is a decoder",
+            f"pairs are for an encoder-decoder, and objective {objective} reads documents",
             "--preset transformer-tiny is one; name documents for a decoder, and --validation as a share",
         )
     return corpus
@@ -60,19 +65,27 @@ class Material:
     store: TokenStore
     data: TrainingData
 
-    def __init__(self, config: RunConfig, named: Named, tell: Callable[[str], None]) -> None:
-        """Raises DataError for what cannot be read."""
+    def __init__(
+        self, config: RunConfig, named: Named, tell: Callable[[str], None], template: Path | None = None
+    ) -> None:
+        """``template``: of chat, the folder of a checkpoint that has the chat template.  Raises DataError for what
+        cannot be read."""
         self._config, self._tell = config, tell
-        self.texts: Corpus | PairCorpus
+        self.texts: Corpus | FramedCorpus | PairCorpus | ExampleCorpus[Any]
+        kind = config.objective.kind
         if isinstance(named, PairPaths):
             if config.data.suffixes:
                 raise ConfigError("data.suffixes: pairs come from files that are named", "leave --suffix out")
             if config.data.documents == "lines":
                 raise ConfigError("data.documents: pairs are lines anyway", "leave it out")
-            self.texts = open_pairs(named, config.data.errors)
+            if kind in OF_EXAMPLES:
+                self.texts = open_examples(config, named, template)
+            else:
+                self.texts = open_pairs(named, config.data.errors)
         else:
             lines = config.data.documents == "lines"
-            self.texts = open_corpus(named, suffixes=config.data.suffixes, errors=config.data.errors, lines=lines)
+            found = open_corpus(named, suffixes=config.data.suffixes, errors=config.data.errors, lines=lines)
+            self.texts = FramedCorpus(found, kind == "spans") if kind in ("masked", "spans") else found
         tell(self.texts.told())
 
     def make_tokenizer(self) -> Tokenizer:
@@ -81,7 +94,7 @@ class Material:
         if wanted.path is not None:
             return load_tokenizer(Path(wanted.path))
         self._tell(f"tokenizer: training {wanted.kind}")
-        usual = ROLES if isinstance(self.texts, PairCorpus) else None
+        usual = roles_for(self._config.objective.kind)
         return train_tokenizer(
             wanted.kind,
             self.texts.texts(),
@@ -101,10 +114,7 @@ class Material:
         self._tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
 
         def read(store: TokenStore) -> None:
-            if isinstance(self.texts, PairCorpus):
-                self.data = PairData(store, self._config, self.texts.num_held, tokenizer.specials.pad or 0)
-            else:
-                self.data = DocumentData(store, self._config)
+            self.data = feed(store, self._config, self.texts, tokenizer)
 
         self.store, found = open_store(folder, self.texts, tokenizer, accept=read)
         first, *more = self.data.told()
@@ -113,7 +123,20 @@ class Material:
 
     def generation(self, tokenizer: Tokenizer) -> Generation:
         """What a checkpoint says about generating."""
-        return generation_of(tokenizer) if isinstance(self.texts, PairCorpus) else Generation()
+        return generation_for(self.data, tokenizer)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What a text, or a word of it, may be called; () of what has no labels."""
+        return tuple(getattr(self.texts, "labels", ()))
+
+    def files(self, tokenizer: Tokenizer) -> dict[str, str]:
+        """What lies in a checkpoint beside the model, by its name: the chat template."""
+        return self.texts.template_files(tokenizer) if isinstance(self.texts, ChatCorpus) else {}
+
+    def shaped(self, model: ModelConfig) -> ModelConfig:
+        """The model with the head that this objective needs.  Raises ConfigError."""
+        return headed(model, self._config.objective.kind, self.labels)
 
     def sampler(self, model: Transformer, tokenizer: Tokenizer) -> Callable[[], tuple[Sample, ...]] | None:
         """What the model makes of the first held-out sources, whenever it is called; None of documents."""

@@ -17,7 +17,8 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
                              and, where a layer attends to a source, that attention's share and 2 E more;
                              with dropout of its weights, attention makes its scores, and H S more are the mask.
                              Recomputed: E for each layer, and x of the largest one alone
-    logits       16 min(T V, max(LOGIT_BUDGET, V))    logits, their log-probabilities and the gradients of both
+    logits       16 min(T V, max(LOGIT_BUDGET, V))    logits, their log-probabilities and the gradients of both;
+                             V: the labels where the head has classes, T: the hidden tokens of objective masked
 
 A test counts what autograd really keeps.  Only the CPU's memory is asked for: another device answers for itself.
 No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
@@ -25,7 +26,7 @@ No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
 
 from __future__ import annotations
 
-from kvad.config import Attention, Gated, Layer, ModelConfig, Rope, Stack, head_dim, table_width
+from kvad.config import Attention, Classes, Gated, Layer, ModelConfig, Rope, Stack, head_dim, table_width
 from kvad.errors import MemoryPlanError, counted
 from kvad.train.config import RunConfig
 
@@ -42,7 +43,9 @@ def training_bytes(model: ModelConfig, run: RunConfig, parameters: int, batch: i
     layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
     each = [_kept(model, stack, layer, run.data.context) for stack, layer in layers]
     kept = 4 * tokens * (model.width * len(each) + max(each) if run.train.recompute else sum(each))
-    logits = 16 * min(tokens * model.vocab, max(LOGIT_BUDGET, model.vocab))
+    answers = len(model.head.labels) if isinstance(model.head, Classes) else model.vocab
+    asked = int(tokens * run.objective.density) if run.objective.kind == "masked" else tokens
+    logits = 16 * min(asked * answers, max(LOGIT_BUDGET, answers))
     activations = int(HALF * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
     return state_bytes(model, run, parameters) + row * tokens * run.train.accumulate + activations + logits

@@ -1,28 +1,60 @@
-"""Next-token cross entropy over packed Steps, in float32 at least, a slice of positions at a time.
+"""Cross entropy over packed Steps, in float32 at least, a slice of positions at a time.
 
 ``backward`` adds the gradient of ``sum of losses / total``: with ``total`` = the targets of *all* micro-batches of an
 optimizer step, accumulation weighs every token alike, however ragged the micro-batches are.  The logits of a slice are
 made, used and dropped, forwards and backwards, so no [T, V] tensor of a whole long step exists.
+
+What is asked, and where, is the data's: ``step.wanted`` and ``targets``.  So tokens that come next, tokens that were
+hidden, and tags differ in nothing here.  With label smoothing e (Szegedy et al. 2016, sec. 7; Vaswani et al. 2017, sec.
+5.4) a target is the mixture of itself and of all C answers alike, of which it is one::
+
+    loss = -(1 - e) log p(target) - e / C  sum over c of log p(c)
+
+A run is judged without smoothing, so that its validation loss is the logarithm of a perplexity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvad.config import Classes
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
-from kvad.step import Memory
+from kvad.step import Memory, Step
 from kvad.train.data import Batch
 
-__all__ = ["Autocast", "NextToken", "Objective", "backward", "loss_of", "resolve_precision"]
+__all__ = [
+    "Autocast",
+    "Measured",
+    "NextToken",
+    "Objective",
+    "backward",
+    "loss_of",
+    "measure",
+    "resolve_precision",
+    "slices",
+]
 
 LOGIT_BUDGET = 1 << 22  # elements of [positions, V] made at a time
+
+
+class Measured(NamedTuple):
+    """Of a validation split: mean loss per target (nats), how many targets there were, and of how many the likeliest
+    answer was right (None: nobody asked)."""
+
+    loss: float
+    targets: int
+    right: int | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.right is None else self.right / max(self.targets, 1)
 
 
 class Objective(Protocol):
@@ -33,22 +65,24 @@ class Objective(Protocol):
         the summed loss."""
         ...
 
-    def loss_of(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        """Mean loss per target, and how many targets there were."""
+    def loss_of(self, batches: Iterable[Batch]) -> Measured:
+        """What the model makes of them, without a gradient."""
         ...
 
 
 class NextToken:
-    """Next-token cross entropy, without a cache: of documents, or of targets that are read after their sources."""
+    """Cross entropy of what the data asks, without a cache: of documents' next tokens, of targets that are read after
+    their sources, of hidden tokens, of tags."""
 
-    def __init__(self, model: Transformer, autocast: Autocast) -> None:
+    def __init__(self, model: Transformer, autocast: Autocast, smoothing: float = 0.0) -> None:
         self._model, self._memory, self._autocast = model, Fresh(model.config), autocast
+        self._smoothing = smoothing
 
     def backward(self, batch: Batch, total: float) -> float:
-        return backward(self._model, batch, self._memory, total, self._autocast)
+        return backward(self._model, batch, self._memory, total, self._autocast, self._smoothing)
 
-    def loss_of(self, batches: Iterable[Batch]) -> tuple[float, int]:
-        return loss_of(self._model, batches, self._memory, self._autocast)
+    def loss_of(self, batches: Iterable[Batch]) -> Measured:
+        return measure(self._model, batches, self._memory, self._autocast)
 
 
 class Autocast:
@@ -76,35 +110,72 @@ def resolve_precision(precision: str, device: str) -> str:
     return "bf16" if native.get("avx512_bf16") or native.get("amx_bf16") else "fp32"
 
 
-def backward(model: Transformer, batch: Batch, memory: Memory, total: float, autocast: Autocast) -> float:
+def backward(
+    model: Transformer, batch: Batch, memory: Memory, total: float, autocast: Autocast, smoothing: float = 0.0
+) -> float:
     """Add the gradient of this batch's summed loss / ``total``; returns the summed loss (nats)."""
     with autocast():
-        hidden = model(batch.step, memory)
-    leaf = hidden.detach().requires_grad_()
+        read = _read(model, model(batch.step, memory), batch.step)
+    leaf = read.detach().requires_grad_()
     summed = 0.0
-    for loss in _slices(model, leaf, batch, autocast):
+    for logits, targets in _asked(model, leaf, batch, autocast):
+        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
         (loss / total).backward()
         summed += loss.item()
-    hidden.backward(leaf.grad)
+    if leaf.grad is not None:
+        read.backward(leaf.grad)
     return summed
 
 
-@torch.no_grad()
 def loss_of(model: Transformer, batches: Iterable[Batch], memory: Memory, autocast: Autocast) -> tuple[float, int]:
     """Mean loss per target (nats), and how many targets there were."""
-    summed, count = 0.0, 0
+    found = measure(model, batches, memory, autocast)
+    return found.loss, found.targets
+
+
+@torch.no_grad()
+def measure(model: Transformer, batches: Iterable[Batch], memory: Memory, autocast: Autocast) -> Measured:
+    """Loss and accuracy over all targets of the batches."""
+    summed, count, right = 0.0, 0, 0
     for batch in batches:
         with autocast():
-            hidden = model(batch.step, memory)
-        summed += sum(loss.item() for loss in _slices(model, hidden, batch, autocast))
+            read = _read(model, model(batch.step, memory), batch.step)
+        for logits, targets in _asked(model, read, batch, autocast):
+            summed += F.cross_entropy(logits, targets, reduction="sum").item()
+            right += int((logits.argmax(dim=-1) == targets).sum())
         count += len(batch.targets)
-    return summed / max(count, 1), count
+    return Measured(summed / max(count, 1), count, right)
 
 
-def _slices(model: Transformer, hidden: Tensor, batch: Batch, autocast: Autocast) -> Iterator[Tensor]:
-    """Summed losses of as many positions at a time as LOGIT_BUDGET allows."""
-    size = max(1, LOGIT_BUDGET // model.config.vocab)
-    for at, targets in zip(batch.step.wanted.split(size), batch.targets.split(size), strict=True):
+def slices(model: Transformer, hidden: Tensor, at: Tensor, autocast: Autocast) -> Iterator[Tensor]:
+    """hidden [T, E], at [N] -> logits [n, C] in float32 at least, of as many positions at a time as LOGIT_BUDGET
+    allows.  Of a head that answers for whole texts, ``at`` are their first tokens, in ascending order."""
+    head = model.config.head
+    size = max(1, LOGIT_BUDGET // (len(head.labels) if isinstance(head, Classes) else model.config.vocab))
+    for some in at.split(size):
         with autocast():
-            logits = model.logits(hidden, at)
-        yield F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="sum")
+            logits = model.logits(hidden, some)
+        yield logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _asked(model: Transformer, read: Tensor, batch: Batch, autocast: Autocast) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and targets, a slice at a time."""
+    low = 0
+    for logits in slices(model, read, batch.step.wanted, autocast):
+        yield logits, batch.targets[low : low + len(logits)]
+        low += len(logits)
+
+
+def _read(model: Transformer, hidden: Tensor, step: Step) -> Tensor:
+    """What the head reads [T, E]: the hidden states; of a head that answers for a whole text by the mean of its hidden
+    states, that mean at the text's first token."""
+    head = model.config.head
+    if not (isinstance(head, Classes) and head.per == "row" and head.pool == "mean"):
+        return hidden
+    owner = torch.searchsorted(step.wanted, torch.arange(len(hidden), device=hidden.device), right=True) - 1
+    inside = torch.ones_like(owner, dtype=torch.bool) if step.documents is None else step.documents >= 0
+    wide = hidden[inside].to(torch.promote_types(hidden.dtype, torch.float32))
+    shape = (len(step.wanted), hidden.shape[1])
+    summed = torch.zeros(shape, dtype=wide.dtype, device=wide.device).index_add(0, owner[inside], wide)
+    means = summed / torch.bincount(owner[inside], minlength=shape[0]).unsqueeze(1)
+    return torch.zeros_like(hidden).index_copy(0, step.wanted, means.to(hidden.dtype))

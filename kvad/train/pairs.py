@@ -24,7 +24,7 @@ from kvad.errors import DataError, counted
 from kvad.text.base import Tokenizer
 from kvad.train.corpus import PROBE_BYTES, Framer, Source
 
-__all__ = ["ROLES", "PairCorpus", "PairPaths", "generation_of", "open_pairs"]
+__all__ = ["ROLES", "PairCorpus", "PairPaths", "generation_of", "lines_of", "look", "open_pairs"]
 
 ROLES = ("bos", "eos", "pad", "unk")  # special tokens of a tokenizer that is trained on pairs
 
@@ -138,7 +138,7 @@ def open_pairs(paths: PairPaths, errors: str = "strict") -> PairCorpus:
     files, counts, skipped = [], [0, 0], 0
     for held, items in enumerate((paths.files, paths.held)):
         for item in items:
-            files.append(tuple(_look(path) for path in item))
+            files.append(tuple(look(path) for path in item))
             for pair in _pairs(item, errors):
                 empty = _has_empty_side(pair)
                 skipped += empty
@@ -149,7 +149,7 @@ def open_pairs(paths: PairPaths, errors: str = "strict") -> PairCorpus:
     return PairCorpus(tuple(files), sum(counts), counts[1], skipped, errors)
 
 
-def _look(path: Path) -> Source:
+def look(path: Path) -> Source:
     """Its size and hash; a file's name is its folder's and its own, as both sides may be called alike."""
     if path.is_dir():
         raise DataError(f"{path} is a folder, and pairs come from files", "name TSV files, or --pairs SOURCE TARGET")
@@ -171,7 +171,7 @@ def _look(path: Path) -> Source:
 def _pairs(item: Sequence[Path], errors: str) -> Iterator[tuple[str, str]]:
     """Every line's pair, those with an empty side too."""
     if len(item) == 1:
-        for number, line in enumerate(_lines(item[0], errors), 1):
+        for number, line in enumerate(lines_of(item[0], errors), 1):
             source, *targets = line.split("\t")
             if len(targets) != 1:
                 found = f"{len(targets)} tabs" if targets else "no tab"
@@ -181,7 +181,7 @@ def _pairs(item: Sequence[Path], errors: str) -> Iterator[tuple[str, str]]:
                 )
             yield source, targets[0]
         return
-    both = zip_longest(*(_lines(path, errors) for path in item))
+    both = zip_longest(*(lines_of(path, errors) for path in item))
     for number, (first, second) in enumerate(both, 1):
         if first is None or second is None:
             longer = number + sum(1 for _ in both)
@@ -191,7 +191,7 @@ def _pairs(item: Sequence[Path], errors: str) -> Iterator[tuple[str, str]]:
         yield first, second
 
 
-def _lines(path: Path, errors: str) -> Iterator[str]:
+def lines_of(path: Path, errors: str) -> Iterator[str]:
     """Lines without their ends and without the byte order mark; only a newline ends a line."""
     offset = 0
     with path.open("rb") as file:

@@ -25,7 +25,7 @@ name                  width  layers  heads  hidden  parameters with vocab 4096, 
 No class of transformers has exactly this one; ``marian-tiny`` and ``marian-base`` are their neighbours that Marian's
 has: all sines before all cosines in each position, a bias at the head, eps 1e-5 in every norm.
 
-Standard library only.
+Encoders, and T5: ``encoder_presets.py``.  Standard library only.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from kvad.config import (
     Source,
     Stack,
 )
+from kvad.train.encoder_presets import ENCODER_PRESETS
 
 __all__ = ["PRESETS"]
 
@@ -97,4 +98,5 @@ PRESETS: dict[str, Callable[[int, int], ModelConfig]] = {
     "transformer-base": partial(_transformer, width=512, layers=6, heads=8, hidden=2048),
     "marian-tiny": partial(_transformer, width=128, layers=2, heads=4, hidden=512, marian=True),
     "marian-base": partial(_transformer, width=512, layers=6, heads=8, hidden=2048, marian=True),
+    **ENCODER_PRESETS,
 }

@@ -32,6 +32,7 @@ class PlainProgress(Callback):
         self.start: StartReport | None = None
         self.last: StepReport | None = None
         self.val_loss: float | None = None
+        self.accuracy: float | None = None
         self._told = 0.0
 
     def on_stage(self, text: str) -> None:
@@ -52,7 +53,7 @@ class PlainProgress(Callback):
             self._print(self.line())
 
     def on_eval(self, report: EvalReport) -> None:
-        self.val_loss = report.val_loss
+        self.val_loss, self.accuracy = report.val_loss, report.accuracy
         if self.last is not None:
             self._print(self.line())
 
@@ -72,6 +73,8 @@ class PlainProgress(Callback):
         parts = [f"step {last.step:,}{limit}", f"loss {last.loss:.3f}"]
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.3f}")
+        if self.accuracy is not None:
+            parts.append(f"right {self.accuracy:.1%}")
         parts += [f"lr {last.lr:.1e}", f"{last.tokens_per_second:,.0f} tokens/s"]
         if last.eta is not None:
             parts.append(f"{_clock(last.eta)} left")

@@ -48,12 +48,14 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EvalReport:
-    """``val_loss``: mean nats per target over ``val_tokens`` targets of the validation split."""
+    """``val_loss``: mean nats per target over ``val_tokens`` targets of the validation split; ``accuracy``: the share
+    of them for which the likeliest answer is right (None: nobody asked)."""
 
     step: int
     val_loss: float
     val_tokens: int
     best: float
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True)

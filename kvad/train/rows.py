@@ -33,10 +33,14 @@ PADDING = -1  # the document of what is left over
 
 
 class Batch(NamedTuple):
-    """``step.wanted`` [N] are the positions that have a target; ``targets`` [N]."""
+    """``step.wanted`` [N] are the positions that have a target; ``targets`` [N].
+
+    ``mixed`` [M]: places of a decoder's input that are to hold what the model itself says there (``sampling.py``).
+    """
 
     step: Step
     targets: Tensor
+    mixed: Tensor | None = None
 
 
 class Segment(NamedTuple):
@@ -71,7 +75,7 @@ class Shape:
 
 
 class Use(NamedTuple):
-    """What packing made of the tokens: ``places`` of the rows, how many are ``taken``, and tokens ``cropped`` (lost)."""
+    """What packing made of tokens: ``places`` of the rows, how many are ``taken``, and tokens ``cropped`` (lost)."""
 
     rows: int
     places: int

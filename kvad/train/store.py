@@ -9,8 +9,8 @@ separator**; of pairs (``pairs.py``), each source and then its target::
 A store is a folder: ``tokens-00000.bin`` and the like (uint16, or uint32 for a vocabulary that needs it;
 little-endian), ``offsets.bin`` (uint64 [documents + 1]) and ``manifest.json`` (counts, the tokenizer's fingerprint, the
 sources with their hashes).  It appears whole or not at all, and is used again as long as sources, tokenizer and
-settings are the same.  Invariant: text d is ``tokens[offsets[d] : offsets[d + 1]]``; of documents, its first token is
-the separator.  No torch.
+settings are the same.  A corpus may say more of every token than its id (``columns.py``).  Invariant: text d is
+``tokens[offsets[d] : offsets[d + 1]]``; of documents, its first token is the separator.  No torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from kvad.checkpoint.atomic import new_folder
 from kvad.text.base import Tokenizer
+from kvad.train.columns import Columned, ColumnFiles, column_files, write_columns
 from kvad.train.corpus import Framer, Source
 
 __all__ = ["Texts", "TokenStore", "changed_sources", "open_store", "store_key"]
@@ -57,6 +58,7 @@ class TokenStore:
         self.manifest, self.fingerprint = manifest, str(manifest["key"])
         dtype = np.dtype(manifest["dtype"]).newbyteorder("<")
         self._shards = [np.memmap(folder / shard["file"], dtype, "r") for shard in manifest["shards"]]
+        self._columns = ColumnFiles(folder, manifest)
         self._starts = np.cumsum([0, *(len(shard) for shard in self._shards)])
         self.offsets: Ints = np.fromfile(folder / OFFSETS, "<u8").astype(np.int64)
 
@@ -67,6 +69,10 @@ class TokenStore:
     @property
     def num_documents(self) -> int:
         return len(self.offsets) - 1
+
+    def column(self, name: str, at: Ints) -> Ints:
+        """What the column ``name`` says of the tokens at stream positions ``at``, any shape."""
+        return self._columns.take(name, at)
 
     def take(self, at: Ints) -> Ints:
         """Token ids at stream positions ``at``, any shape."""
@@ -96,10 +102,16 @@ def open_store(
         store = TokenStore(folder, manifest)
         accept(store)
         return store, True
+    columns = dict(corpus.columns) if isinstance(corpus, Columned) else {}
     frame = corpus.framer(tokenizer)
     with new_folder(folder) as new:
-        counts = _write(new, _encoded(corpus, tokenizer, frame), _dtype(tokenizer.vocab_size))
-        manifest = {"format": 1, "key": key, **counts, **settings}
+        if isinstance(corpus, Columned):
+            documents = write_columns(new, columns, corpus.encoded(tokenizer))
+        else:
+            documents = _encoded(corpus, tokenizer, frame)
+        counts = _write(new, documents, _dtype(tokenizer.vocab_size))
+        said = {"columns": columns} if columns else {}
+        manifest = {"format": 1, "key": key, **counts, **said, **settings}
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         store = TokenStore(new, manifest)
         accept(store)
@@ -137,6 +149,7 @@ def _usable(folder: Path, key: str) -> dict[str, Any] | None:
             return None
         size = np.dtype(manifest["dtype"]).itemsize
         whole = all((folder / s["file"]).stat().st_size == s["tokens"] * size for s in manifest["shards"])
+        whole = whole and column_files(folder, manifest)
         whole = whole and (folder / OFFSETS).stat().st_size == 8 * (manifest["documents"] + 1)
         return dict(manifest) if whole else None
     except (OSError, ValueError, KeyError, TypeError):

@@ -122,9 +122,10 @@ class Trainer:
         self.model.eval()
         state = self.state
         with self.optimization.averaged():
-            state.val_loss, tokens = self.objective.loss_of(self.data.evaluation())
-            state.val_step, state.best = state.step, min(state.val_loss, math.inf if state.best is None else state.best)
-            self._tell("on_eval", EvalReport(state.step, state.val_loss, tokens, state.best))
+            found = self.objective.loss_of(self.data.evaluation())
+            state.val_loss, state.val_step = found.loss, state.step
+            state.best = min(state.val_loss, math.inf if state.best is None else state.best)
+            self._tell("on_eval", EvalReport(state.step, state.val_loss, found.targets, state.best, found.accuracy))
             if self.sample is not None:
                 self._tell("on_samples", SamplesReport(state.step, self.sample()))
         self.optimization.evaluated(state.val_loss)

@@ -79,7 +79,7 @@ def test_the_loss_falls_below_the_means(config, corpus, tmp_path, listener, mode
     aim = Distillation(frozen, untrained, config().compress, PLAIN)
     material = Material(config(), [corpus], lambda _: None)
     material.open(tmp_path / "data", opened.tokenizer)
-    mean, tokens = aim.loss_of(material.data.evaluation())
+    mean, tokens, _ = aim.loss_of(material.data.evaluation())
     assert tokens > 256 and outcome.reason == "done" and outcome.val_loss < 0.8 * mean
     assert [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == "end"
     said = json.loads((outcome.checkpoint / "compressor.json").read_text())

@@ -119,3 +119,27 @@ def test_auto_is_bf16_where_the_machine_multiplies_it(monkeypatch, flags, expect
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
     assert resolve_precision("auto", "cpu") == expected
     assert resolve_precision("fp32", "cpu") == "fp32" and resolve_precision("bf16", "cpu") == "bf16"
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.6])
+def test_label_smoothing_is_the_formula_and_torchs(smoothing):
+    """-(1 - e) log p(target) - e / C sum of log p, by hand and by torch, in float64; its gradient too."""
+    model = build(model_config(), dtype=torch.float64).train()
+    batch = ragged(3, 10, seed=1)
+    memory, total = Fresh(model.config), len(batch.targets)
+    logits = model.logits(model(batch.step, memory), batch.step.wanted)
+    log_p = logits.log_softmax(-1)
+    right = log_p.gather(1, batch.targets.unsqueeze(1)).squeeze(1)
+    by_hand = (-(1 - smoothing) * right - smoothing / VOCAB * log_p.sum(-1)).sum()
+    assert by_hand.item() == pytest.approx(
+        F.cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=smoothing).item(), rel=1e-12
+    )
+    (by_hand / total).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    summed = backward(model, batch, memory, total, EXACT, smoothing)
+    got = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert summed == pytest.approx(by_hand.item(), rel=1e-12)
+    assert (got - expected).abs().max() <= 1e-12
+    plain, _ = loss_of(model, [batch], memory, EXACT)
+    assert plain == pytest.approx(-right.mean().item(), rel=1e-12), "a run is judged without smoothing"

@@ -1,0 +1,141 @@
+"""What each objective reads: its corpus, the special tokens that it needs, its data, and how its model generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvad.checkpoint.generation import Generation
+from kvad.errors import ConfigError
+from kvad.text.base import Tokenizer
+from kvad.text.chat import ChatTemplate
+from kvad.train import spans
+from kvad.train.chats import CHATML, CHATML_TOKENS, open_chats
+from kvad.train.config import RunConfig
+from kvad.train.corpus import Corpus, Framer, Source
+from kvad.train.data import DocumentData, TrainingData
+from kvad.train.examples import ExampleCorpus
+from kvad.train.labelled import open_labelled
+from kvad.train.masking import HidingData, MaskedData, mask_token
+from kvad.train.pair_data import PairData
+from kvad.train.pairs import ROLES, PairCorpus, PairPaths, generation_of
+from kvad.train.sampling import SampledPairs
+from kvad.train.spans import SpanData
+from kvad.train.store import TokenStore
+from kvad.train.tagging import open_tagging
+from kvad.train.text_data import TextData
+
+__all__ = ["FramedCorpus", "feed", "generation_for", "open_examples", "roles_for"]
+
+_ENCODER = ("pad", "unk", "cls", "sep", "mask")
+_SPECIALS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("seq2seq", ROLES),
+    ("spans", ("eos", "pad", "unk", *spans.SENTINELS)),
+    ("chat", ("pad", "unk", *CHATML_TOKENS)),
+    *((kind, _ENCODER) for kind in ("masked", "tag", "classify")),
+)
+
+
+def roles_for(kind: str) -> tuple[str, ...] | None:
+    """Special tokens of a tokenizer that is trained for objective ``kind``; None: the usual ones."""
+    return dict(_SPECIALS).get(kind)
+
+
+@dataclass(frozen=True)
+class FramedCorpus:
+    """Documents that no separator opens: in the tokenizer's own frame ([CLS] x [SEP]), as encoders read them, or
+    ``bare``, as spans are cut out of them."""
+
+    documents: Corpus
+    bare: bool
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return self.documents.sources
+
+    def texts(self) -> Iterator[str]:
+        return self.documents.texts()
+
+    def settings(self) -> dict[str, Any]:
+        return {**self.documents.settings(), "frame": "none" if self.bare else "tokenizer"}
+
+    def framer(self, tokenizer: Tokenizer) -> Framer:
+        return lambda _number, ids: ids if self.bare else tokenizer.frame(ids)
+
+    def told(self) -> str:
+        return self.documents.told()
+
+
+def open_examples(config: RunConfig, paths: PairPaths, saved: Path | None) -> ExampleCorpus[Any]:
+    """The examples of objective tag, classify or chat.  ``saved``: a checkpoint's folder with its chat template.
+
+    Raises DataError naming file and line.
+    """
+    data, wanted = config.data, config.objective
+    if wanted.kind == "tag":
+        return open_tagging(paths, data.errors, data.validation)
+    if wanted.kind == "classify":
+        return open_labelled(paths, data.errors, data.validation, wanted.text_field, wanted.label_field)
+    return open_chats(paths, data.errors, data.validation, _template(config, saved))
+
+
+def _template(config: RunConfig, saved: Path | None) -> ChatTemplate:
+    """Of the checkpoint that goes on, of the file that is named, of the tokenizer's folder, or ChatML."""
+    found = None if saved is None else ChatTemplate.load(saved)
+    if found is not None:
+        return found
+    wanted, tokenizer = config.objective.template, config.tokenizer.path
+    if wanted is not None:
+        try:
+            return ChatTemplate(Path(wanted).read_text("utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"objective.template: cannot read {wanted}: {error}") from error
+    if tokenizer is None:
+        return ChatTemplate(CHATML)
+    folder = Path(tokenizer)
+    found = ChatTemplate.load(folder if folder.is_dir() else folder.parent)
+    if found is None:
+        raise ConfigError(f"there is no chat template beside {tokenizer}", "name one: --set objective.template=FILE")
+    return found
+
+
+def feed(
+    store: TokenStore,
+    config: RunConfig,
+    texts: Corpus | FramedCorpus | PairCorpus | ExampleCorpus[Any],
+    tokenizer: Tokenizer,
+) -> TrainingData:
+    """The tokens of a run as its objective reads them.  DataError where they are too few, or of another tokenizer than
+    the objective needs."""
+    wanted, train = config.objective, config.train
+    pad = tokenizer.specials.pad or 0
+    rows = train.batch * train.accumulate
+    if isinstance(texts, PairCorpus):
+        return (SampledPairs if wanted.sampling else PairData)(store, config, texts.num_held, pad)
+    if isinstance(texts, ExampleCorpus):
+        data = TextData(store, config, texts.num_held, pad, texts.noun)
+        return HidingData(data, tokenizer, wanted.hide, train.seed, rows) if wanted.hide else data
+    if wanted.kind == "masked":
+        mask_token(tokenizer)
+        return MaskedData(DocumentData(store, config), tokenizer, wanted.density, train.seed, rows)
+    if wanted.kind == "spans":
+        raw = spans.raw_length(config.data.context, wanted)
+        documents = DocumentData(store, replace(config, data=replace(config.data, context=raw)))
+        return SpanData(
+            documents, tokenizer, wanted, context=config.data.context, raw=raw, seed=train.seed, step_rows=rows
+        )
+    return DocumentData(store, config)
+
+
+def generation_for(data: TrainingData, tokenizer: Tokenizer) -> Generation:
+    """What a checkpoint says about generating."""
+    if isinstance(data, PairData):
+        return generation_of(tokenizer)
+    if isinstance(data, SpanData):
+        return spans.generation_of(data.speech)
+    if isinstance(data, TextData) and (end := data.turn_end()) in tokenizer.specials.names().values():
+        assert end is not None
+        return Generation(stops=(end,), pad=tokenizer.specials.pad, sampling={"temperature": 1.0})
+    return Generation()

@@ -1,0 +1,189 @@
+"""Conversations: the mask is what the assistant says, to the token, whatever the messages and the tokenizer."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvad.errors import ChatTemplateError, ConfigError, DataError
+from kvad.text.chat import ChatTemplate
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train.chats import CHATML, CHATML_TOKENS, Conversation, completed, masked, open_chats, said
+from kvad.train.config import RunConfig
+from kvad.train.feeds import open_examples
+from kvad.train.pairs import PairPaths
+from kvad.train.store import open_store
+
+GENERATION = CHATML.replace(
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}",
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}"
+    "{% endif %}{{ '\\n' }}",
+)
+BRACKETS = (  # another style: no generation prompt of its own, the end of a turn is EOS
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+SPECIALS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+TEXT = "".join(chr(c) for c in range(32, 127)) + "äöü 안녕 \n\n  don't stop.\t"
+TOKENIZERS = {
+    kind: train_tokenizer(
+        kind, [TEXT, "user assistant hello there " * 5], vocab_size=330, specials=("bos", "eos", "unk", *CHATML_TOKENS)
+    )
+    for kind in ("bpe", "byte", "char")
+}
+TEMPLATES = {
+    "chatml": (ChatTemplate(CHATML), "<|im_end|>"),
+    "generation": (ChatTemplate(GENERATION), "<|im_end|>"),
+    "brackets": (ChatTemplate(BRACKETS, SPECIALS), "<|eos|>"),
+}
+content = st.text(alphabet="ab .'\n\t ä안<|", max_size=12).map(lambda s: s.replace("<|", "< |"))
+talks = st.lists(st.tuples(content, content), min_size=1, max_size=3).map(
+    lambda pairs: [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=25, deadline=None)
+@given(talk=talks)
+def test_what_is_learned_is_what_the_assistant_says(name, kind, talk):
+    """The masked tokens, decoded turn by turn, are the contents and the token that ends a turn; all tokens are the
+    conversation; and what stands before a turn is, token for token, the prompt that generation begins from."""
+    (template, end), tokenizer = TEMPLATES[name], TOKENIZERS[kind]
+    text, spans = said(template, Conversation(talk, None), tokenizer.specials.names())
+    ids, mask = masked(tokenizer, text, spans)
+    assert tokenizer.decode(ids, skip_specials=False) == text == template.render(talk).text
+    turns, at = [], 0
+    while 1 in mask[at:]:
+        low = at + mask[at:].index(1)
+        at = low + ([*mask[low:], 0]).index(0)
+        turns.append((low, ids[low:at]))
+    answers = [message["content"] for message in talk if message["role"] == "assistant"]
+    assert [tokenizer.decode(turn, skip_specials=False) for _, turn in turns] == [each + end for each in answers]
+    for number, (low, _) in enumerate(turns):
+        prompt = template.render(talk[: 2 * number + 1], generation_prompt=True).text
+        assert tokenizer.decode(ids[:low], skip_specials=False) == prompt
+    assert ids[: turns[0][0]] == tokenizer.encode(
+        template.render(talk[:1], generation_prompt=True).text, specials=True
+    ), "to the token, as the engine will read it"
+
+
+def test_a_template_that_rewrites_what_was_said_is_refused():
+    trimming = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% if loop.last %}!{% endif %}{% endfor %}")
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ChatTemplateError, match=r"messages\[1\]: the chat template writes it otherwise"):
+        said(trimming, Conversation(talk, None), ())
+    with pytest.raises(ChatTemplateError, match="no prompt before it"):
+        said(ChatTemplate(CHATML), Conversation(talk[1:], None), ())
+
+
+class Prefixing:
+    """As SentencePiece: a space before every text; tokens of two characters."""
+
+    specials = TOKENIZERS["byte"].specials
+
+    def encode(self, text, *, specials=False):
+        text = "_" + text
+        return [tuple(text[i : i + 2]) for i in range(0, len(text), 2)]
+
+    def encode_batch(self, texts, *, specials=False):
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids, *, skip_specials=True):
+        return "".join("".join(token) for token in ids).removeprefix("_")
+
+    def joiner(self, *, skip_specials=True):
+        first = []
+
+        def add(token):
+            text = "".join(token)
+            text, _ = (text.removeprefix("_"), first.append(1)) if not first else (text, None)
+            return text.encode()
+
+        return add
+
+
+def test_a_tokenizer_that_puts_something_before_each_text_encodes_the_whole():
+    ids, mask = masked(Prefixing(), "abcdef", [(3, 5)])
+    assert ids == [("_", "a"), ("b", "c"), ("d", "e"), ("f",)] and mask == [0, 0, 1, 0]
+    with pytest.raises(DataError, match="a token of this tokenizer reaches from the prompt"):
+        masked(Prefixing(), "abcdef", [(2, 5)])
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 2, is not JSON"),
+        ("[]", "line 2: expected an object"),
+        ('{"text": "x"}', r"line 2: a conversation is {\"messages\": \[...\]}"),
+        ('{"messages": []}', "line 2: a conversation is"),
+        ('{"messages": ["hi"]}', r"line 2: messages\[0\] has no role"),
+        ('{"messages": [{"role": "user"}]}', r"line 2: messages\[0\] has no content"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": 1}', "line 2: tools must be a list"),
+    ],
+)
+def test_what_is_no_conversation_is_named_by_line(line, says, tmp_path):
+    good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    (tmp_path / "c.jsonl").write_text(good + line + "\n")
+    with pytest.raises(DataError, match=says):
+        open_chats(PairPaths(((tmp_path / "c.jsonl",),)), "strict", 0.1, ChatTemplate(CHATML))
+
+
+def test_a_conversation_that_cannot_be_rendered_names_its_line(tmp_path):
+    strict = ChatTemplate("{% if messages[0]['content'] == 'x' %}{{ raise_exception('no x') }}{% endif %}" + CHATML)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    bad = [{"role": "user", "content": "x"}, *talk[1:]]
+    lone = [{"role": "user", "content": "nobody answers"}]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": t}) + "\n" for t in (talk, lone, bad)))
+    corpus = open_chats(PairPaths(((tmp_path / "c.jsonl",),)), "strict", 0.1, strict)
+    assert (corpus.found.num_texts, corpus.found.skipped) == (2, 1)
+    with pytest.raises(DataError, match=r"c.jsonl, line 3: .*no x"):
+        open_store(tmp_path / "data", corpus, TOKENIZERS["byte"])
+
+
+def test_the_template_is_the_named_one_the_tokenizers_or_chatml(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "c.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 2)
+    paths = PairPaths(((tmp_path / "c.jsonl",),))
+    (tmp_path / "mine.jinja").write_text(BRACKETS)
+
+    def chosen(saved=None, path=None, **objective):
+        content = {"objective": {"kind": "chat", **objective}, "tokenizer": {"path": path}}
+        return open_examples(RunConfig.from_dict(content), paths, saved).template.templates["default"]
+
+    assert chosen() == CHATML
+    assert chosen(template=str(tmp_path / "mine.jinja")) == BRACKETS
+    with pytest.raises(ConfigError, match=r"objective.template: cannot read .*none.jinja"):
+        chosen(template=str(tmp_path / "none.jinja"))
+    folder = tmp_path / "tokenizer"
+    TOKENIZERS["bpe"].save(folder)
+    with pytest.raises(ConfigError, match="no chat template beside"):
+        chosen(path=str(folder))
+    (folder / "chat_template.jinja").write_text(GENERATION)
+    assert chosen(path=str(folder)) == GENERATION == chosen(folder)
+
+
+def test_a_saved_template_says_its_special_tokens_itself(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "c.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 2)
+    template = ChatTemplate({"default": BRACKETS, "tool_use": CHATML}, {"bos_token": "<s>"})
+    corpus = open_chats(PairPaths(((tmp_path / "c.jsonl",),)), "strict", 0.1, template)
+    for name, text in corpus.template_files(TOKENIZERS["bpe"]).items():
+        (tmp_path / "saved" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "saved" / name).write_text(text)
+    again, whole = ChatTemplate.load(tmp_path / "saved"), completed(template, TOKENIZERS["bpe"])
+    assert again.render(talk).text == whole.render(talk).text == "<s>[INST] a [/INST]b<|eos|>"
+    saved = open_chats(PairPaths(((tmp_path / "c.jsonl",),)), "strict", 0.1, again)
+    assert saved.settings() == corpus.settings() and saved.template_files(TOKENIZERS["bpe"]) == corpus.template_files(
+        TOKENIZERS["bpe"]
+    )
+    assert again.render(talk, tools=[]).text == template.render(talk, tools=[]).text

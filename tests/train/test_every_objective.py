@@ -1,0 +1,279 @@
+"""What holds of every objective: micro-batches change no gradient, texts of a row do not see each other, no target
+leaks into what is asked before it; and which objective fits which model."""
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvad.config import Classes, Head
+from kvad.errors import ConfigError, UsageError
+from kvad.model.fresh import Fresh
+from kvad.train.config import RunConfig
+from kvad.train.material import Material, named_for
+from kvad.train.objective import Autocast
+from kvad.train.objectives import TOPOLOGY, fitting, headed, make_objective
+from kvad.train.pairs import PairPaths
+from kvad.train.presets import PRESETS
+from models import build
+
+EXACT = Autocast("fp32", "cpu")
+PRESET = {"decoder": "tiny", "encoder-decoder": "transformer-tiny", "encoder": "encoder-tiny"}
+SMALL = {"width": 32, "decoder.layers": 2, "encoder.layers": 2}
+KINDS = [kind for kind in TOPOLOGY if kind != "compress"]
+WORDS = ["ada", "bob", "cleo", "dan", "eve", "finn", "gus", "hana", "ivo", "jo", "kim", "lea"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A corpus for each objective: short texts, so that several share a row."""
+    folder, draw = tmp_path_factory.mktemp("objectives"), random.Random(0)
+
+    def words(low, high):
+        return [draw.choice(WORDS) for _ in range(draw.randint(low, high))]
+
+    texts = [words(2, 7) for _ in range(60)]
+    (folder / "next-token").write_text("".join(" ".join(text) + "\n" for text in texts))
+    (folder / "seq2seq").write_text("".join(f"{' '.join(t)}\t{' '.join(reversed(t))}\n" for t in texts))
+    (folder / "tag").write_text("\n".join("".join(f"{w}\t{w[0].upper()}\n" for w in t) for t in [WORDS, *texts]))
+    (folder / "classify").write_text("".join(f"{len(t) % 2}\t{' '.join(t)}\n" for t in texts))
+    talks = [
+        [
+            {"role": r, "content": " ".join(words(1, 3))}
+            for _ in range(draw.randint(1, 2))
+            for r in ("user", "assistant")
+        ]
+        for _ in texts
+    ]
+    (folder / "chat").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    for kind in ("masked", "spans"):
+        (folder / kind).write_text((folder / "next-token").read_text())
+    return folder
+
+
+def configured(kind, *, context=None, batch=4, accumulate=1, **objective):
+    topology = TOPOLOGY[kind]
+    preset = "t5-tiny" if kind == "spans" else PRESET[topology]
+    sides = ("encoder", "decoder")
+    own = {k: v for k, v in SMALL.items() if k == "width" or k.split(".")[0] in topology.split("-")}
+    own |= {f"{side}.kinds.L.mlp.hidden": 48 for side in sides if side in topology.split("-")}
+    lines = {"documents": "lines"} if kind in ("next-token", "masked", "spans") else {}
+    content = {
+        "model": {"preset": preset, "set": own},
+        "data": {"context": context or (96 if kind in ("chat", "tag") else 48), "validation": 0.2, **lines},
+        "tokenizer": {"kind": "byte"},
+        "objective": {"kind": kind, **objective},
+        "train": {"batch": batch, "accumulate": accumulate, "precision": "fp32", "steps": 10},
+    }
+    return fitting(RunConfig.from_dict(content), topology)
+
+
+def fed(kind, files, tmp_path, **options):
+    """(data, model in float64, objective)"""
+    config = configured(kind, **options)
+    material = Material(config, named_for(kind, [files / kind]), lambda text: None)
+    tokenizer = material.make_tokenizer()
+    material.open(tmp_path / "data", tokenizer)
+    model = build(material.shaped(config.resolve(tokenizer.vocab_size)), dtype=torch.float64)
+    return material.data, model, make_objective(config, model, EXACT)
+
+
+def gradient(data, model, objective, step=3):
+    batches = data.micro_batches(step)
+    total = sum(len(batch.targets) for batch in batches)
+    model.zero_grad()
+    summed = sum(objective.backward(batch, total) for batch in batches)
+    grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return summed, torch.cat([g.flatten() for g in grads]), [len(batch.targets) for batch in batches]
+
+
+VARIANTS = [*((kind, {}) for kind in KINDS), ("seq2seq", {"sampling": 0.5}), ("tag", {"smoothing": 0.1, "hide": 0.2})]
+
+
+@pytest.mark.parametrize(("kind", "options"), VARIANTS, ids=lambda value: str(value))
+def test_every_split_of_a_step_gives_one_gradient(kind, options, files, tmp_path):
+    whole = gradient(*fed(kind, files, tmp_path, batch=4, **options))
+    summed, got, sizes = gradient(*fed(kind, files, tmp_path, batch=1, accumulate=4, **options))
+    assert sum(sizes) == whole[2][0], "the same targets"
+    assert summed == pytest.approx(whole[0], rel=1e-12)
+    assert (got - whole[1]).abs().max() <= 1e-12 * whole[1].abs().max()
+    assert len(set(sizes)) > 1 or kind in ("next-token", "masked"), "ragged, or the test says little"
+
+
+def changed(step, row, document, vocab):
+    """The step with every token of one document replaced, on both sides."""
+    (lane,) = step.lanes
+    tokens = step.tokens.clone().view(lane.rows, lane.new)
+    mine = step.documents.view(lane.rows, lane.new)[row] == document
+    tokens[row, mine] = (tokens[row, mine] + 7) % vocab
+    source = None if step.source is None else changed(step.source, row, document, vocab)
+    return step._replace(tokens=tokens.view(-1), source=source)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_a_row_do_not_see_each_other(kind, files, tmp_path):
+    data, model, _ = fed(kind, files, tmp_path)
+    batch = data.micro_batches(0)[0]
+    (lane,) = batch.step.lanes
+    owner = batch.step.documents.view(lane.rows, lane.new)
+    row = int(owner.amax(1).argmax())
+    assert owner[row].max() >= 1, "no row has two texts"
+    before = model(batch.step, Fresh(model.config))
+    after = model(changed(batch.step, row, 1, 60), Fresh(model.config))
+    moved = (before - after).abs().amax(-1).view(lane.rows, lane.new)
+    mine = torch.zeros_like(owner, dtype=torch.bool)
+    mine[row] = owner[row] == 1
+    assert moved[mine].max() > 1e-3, "the text itself has changed"
+    assert moved[~mine].max() == 0
+    joined = batch.step._replace(
+        documents=None, source=batch.step.source and batch.step.source._replace(documents=None)
+    )
+    leaked = model(joined, Fresh(model.config))
+    if kind != "next-token" or owner[row].max() > 0:
+        assert (leaked - before).abs().max() > 1e-6, "without isolation they would"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if TOPOLOGY[kind] != "encoder"])
+def test_no_target_leaks_into_what_is_asked_before_it(kind, files, tmp_path):
+    """Another token in the place of target t: logits before it stay, to the bit; those from it on do not."""
+    data, model, _ = fed(kind, files, tmp_path)
+    batch = data.micro_batches(0)[0]
+    (lane,) = batch.step.lanes
+    before = model.logits(model(batch.step, Fresh(model.config)), batch.step.wanted)
+    wanted, owner = batch.step.wanted, batch.step.documents
+    for place in wanted[torch.linspace(0, len(wanted) - 2, 7).long()].tolist():
+        read = place + 1  # where the target of ``place`` is read
+        if read % lane.new == 0 or owner[read] != owner[place]:
+            continue
+        number = int((wanted == place).nonzero())
+        assert batch.step.tokens[read] == batch.targets[number], "shifted right by one"
+        tokens = batch.step.tokens.clone()
+        tokens[read] = (tokens[read] + 5) % 60
+        after = model.logits(model(batch.step._replace(tokens=tokens), Fresh(model.config)), wanted)
+        moved = (after - before).abs().amax(-1)
+        assert moved[: number + 1].max() == 0
+        later = (wanted >= read) & (wanted < read + 1)
+        assert not later.any() or moved[later].max() > 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_in_no_loss(kind, files, tmp_path):
+    """Another padding token, and every number stays."""
+    data, _, objective = fed(kind, files, tmp_path)
+    batch = next(b for step in range(40) for b in data.micro_batches(step) if (b.step.documents is not None))
+
+    def repadded(step):
+        tokens = torch.where(step.documents < 0, (step.tokens + 9) % 60, step.tokens)
+        return step._replace(tokens=tokens, source=step.source and repadded(step.source))
+
+    assert (batch.step.documents.index_select(0, batch.step.wanted) >= 0).all()
+    assert objective.loss_of([batch._replace(step=repadded(batch.step))]) == objective.loss_of([batch])
+
+
+@pytest.mark.parametrize("kind", ["masked", "spans", "seq2seq", "tag"])
+def test_a_step_is_a_function_of_its_number(kind, files, tmp_path):
+    options = {"sampling": 0.5} if kind == "seq2seq" else {}
+    first, again = (fed(kind, files, tmp_path, **options)[0] for _ in range(2))
+    for step in (5, 0, 5):
+        for one, other in zip(first.micro_batches(step), again.micro_batches(step), strict=True):
+            assert torch.equal(one.step.tokens, other.step.tokens) and torch.equal(one.targets, other.targets)
+            assert one.mixed is None or torch.equal(one.mixed, other.mixed)
+    assert not torch.equal(first.micro_batches(4)[0].step.tokens, first.micro_batches(5)[0].step.tokens)
+
+
+def test_accuracy_counts_the_likeliest_answers(files, tmp_path):
+    data, model, objective = fed("tag", files, tmp_path)
+    found = objective.loss_of(data.evaluation())
+    right = 0
+    for batch in data.evaluation():
+        with torch.no_grad():
+            logits = model.logits(model(batch.step, Fresh(model.config)), batch.step.wanted)
+        right += int((logits.argmax(-1) == batch.targets).sum())
+    assert (found.right, found.targets) == (right, data.validation_tokens)
+    assert found.accuracy == right / data.validation_tokens
+
+
+# ---------------------------------------------------------------- which fits
+
+
+@pytest.mark.parametrize("topology", PRESET)
+@pytest.mark.parametrize("kind", TOPOLOGY)
+def test_an_objective_that_a_model_cannot_have_is_refused_by_name(kind, topology):
+    config = RunConfig.from_dict({"objective": {"kind": kind}})
+    if TOPOLOGY[kind] == topology:
+        assert fitting(config, topology).objective.kind == kind
+    else:
+        with pytest.raises(ConfigError, match=f"objective.kind: {kind} needs an? {TOPOLOGY[kind]}, and this model"):
+            fitting(config, topology)
+
+
+def test_what_is_unsaid_follows_from_the_model():
+    chosen = {topology: fitting(RunConfig(), topology).objective.kind for topology in PRESET}
+    assert chosen == {"decoder": "next-token", "encoder-decoder": "seq2seq", "encoder": "masked"}
+
+
+@pytest.mark.parametrize(
+    ("topology", "table", "says"),
+    [
+        ("decoder", {"density": 0.3}, "objective.density: objective next-token has no use for it"),
+        ("encoder", {"kind": "tag", "mean_span": 5}, "objective.mean_span: objective tag"),
+        ("encoder", {"sampling": 0.5}, "objective.sampling: objective masked"),
+        ("encoder-decoder", {"template": "x"}, "objective.template: objective seq2seq"),
+        ("encoder-decoder", {"sampling_steps": 7}, "objective.sampling is 0"),
+        ("encoder-decoder", {"smoothing": 1.0}, r"objective.smoothing: must be in \[0, 1\)"),
+        ("encoder-decoder", {"kind": "spanns"}, "objective.kind: 'spanns' is not one of"),
+        ("encoder-decoder", {"smothing": 0.1}, "smoothing"),
+    ],
+)
+def test_keys_are_applied_or_refused(topology, table, says):
+    with pytest.raises(ConfigError, match=says):
+        fitting(RunConfig.from_dict({"objective": table}), topology)
+
+
+def test_heads_follow_from_the_data_or_are_checked():
+    masked = PRESETS["encoder-tiny"](300, 32)
+    tagger = headed(masked, "tag", ("A", "B"))
+    assert tagger.head == Classes(("A", "B")) and headed(tagger, "tag", ("B",)) is tagger
+    assert headed(masked, "classify", ("A",)).per_row
+    assert isinstance(headed(masked, "masked", ()).head, Head)
+    with pytest.raises(ConfigError, match="the data has 'C', which is none"):
+        headed(tagger, "tag", ("A", "C"))
+    with pytest.raises(ConfigError, match="needs labels per row, found token"):
+        headed(tagger, "classify", ("A",))
+    with pytest.raises(ConfigError, match="masked needs a language head, found classes"):
+        headed(tagger, "masked", ())
+
+
+def test_what_reads_documents_takes_no_pairs(files):
+    for kind in ("next-token", "masked", "spans"):
+        with pytest.raises(UsageError, match=f"objective {kind} reads documents"):
+            named_for(kind, PairPaths(((files / "seq2seq",),)))
+
+
+def test_labels_of_whole_texts_by_the_mean_of_their_states(files, tmp_path):
+    """Packed, each text's score is what the model says of the text alone."""
+    data, model, _ = fed("classify", files, tmp_path)
+    first = model.config
+    for config in (first, replace(first, head=replace(first.head, pool="mean"))):
+        model = build(config, dtype=torch.float64)
+        batch = data.micro_batches(0)[0]
+        got = make_objective(configured("classify"), model, EXACT).loss_of([batch])
+        (lane,) = batch.step.lanes
+        rows = batch.step.documents.view(lane.rows, lane.new)
+        summed, number = 0.0, 0
+        for row in range(lane.rows):
+            for text in range(int(rows[row].max()) + 1):
+                at = (rows[row] == text).nonzero().view(-1) + row * lane.new
+                alone = batch.step._replace(
+                    tokens=batch.step.tokens[at],
+                    positions=batch.step.positions[at],
+                    documents=None,
+                    limits=None,
+                    lanes=(type(lane)(1, len(at), len(at)),),
+                )
+                scores = model.rows(model(alone, Fresh(config)), alone)
+                summed += torch.nn.functional.cross_entropy(scores, batch.targets[number : number + 1]).item()
+                number += 1
+        assert number == len(batch.targets) and got.loss == pytest.approx(summed / number, rel=1e-12)

@@ -1,0 +1,217 @@
+"""Files of examples: tagging files and labelled texts as columns of a store, packed rows of them, and bad input."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvad.errors import ConfigError, DataError, UsageError
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train.config import RunConfig
+from kvad.train.labelled import open_labelled
+from kvad.train.pairs import PairPaths
+from kvad.train.store import TokenStore, open_store
+from kvad.train.tagging import gap_of, open_tagging
+from kvad.train.text_data import TextData, TextRows
+
+TAGS = "Ada\tPROPN\nsees\tVERB\nBob\tPROPN\n\nBob\tPROPN\nran\tVERB\n\n\nWho\tPRON\n?\tPUNCT"
+ROLES = ("pad", "unk", "cls", "sep", "mask")
+
+
+@pytest.fixture
+def written(tmp_path):
+    def write(name, text):
+        (tmp_path / name).write_text(text)
+        return PairPaths(((tmp_path / name,),))
+
+    return write
+
+
+def held_beside(paths, other):
+    return PairPaths(paths.files, other.files)
+
+
+def texts_of(store, column):
+    for text in range(store.num_documents):
+        at = np.arange(store.offsets[text], store.offsets[text + 1])
+        yield store.take(at).tolist(), store.column(column, at).tolist()
+
+
+# ---------------------------------------------------------------- tagging files
+
+
+def test_a_word_is_tagged_at_its_first_token(written, tmp_path):
+    corpus = open_tagging(held_beside(written("t", TAGS), written("d", "Bob\tVERB\n")), "strict", 0.1)
+    assert corpus.labels == ("PRON", "PROPN", "PUNCT", "VERB")
+    assert (corpus.found.num_texts, corpus.num_held) == (4, 1)
+    assert list(corpus.texts()) == ["Ada sees Bob", "Bob ran", "Who ?", "Bob"]
+    tokenizer = train_tokenizer("byte", [], specials=ROLES)
+    cls, sep = tokenizer.specials.cls, tokenizer.specials.sep
+    store, _ = open_store(tmp_path / "data", corpus, tokenizer)
+    first, labels = next(texts_of(store, "labels"))
+    assert first == [cls, *b"Ada sees Bob", sep]
+    assert labels == [-1, 1, -1, -1, 3, -1, -1, -1, -1, 1, -1, -1, -1, -1], "of ' sees' the space is the first"
+    again, found = open_store(tmp_path / "data", corpus, tokenizer)
+    assert found and list(texts_of(again, "labels")) == list(texts_of(store, "labels"))
+    (tmp_path / "data" / "labels.bin").write_bytes(b"")
+    assert not open_store(tmp_path / "data", corpus, tokenizer)[1], "a column that is cut is made again"
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte", "char", "word"])
+def test_tokens_are_those_of_the_whole_sentence(kind, written, tmp_path):
+    """What training reads is what ``kvad tag`` will encode; and every word is asked for its tag once."""
+    paths = written("t", TAGS)
+    texts = ["Ada sees Bob", "Bob ran", "Who ?"] * 20
+    tokenizer = train_tokenizer(kind, texts, vocab_size=300, specials=ROLES)
+    corpus = open_tagging(held_beside(paths, written("d", TAGS)), "strict", 0.1)
+    store, _ = open_store(tmp_path / "data", corpus, tokenizer)
+    for (ids, labels), text in zip(texts_of(store, "labels"), [*texts[:3], *texts[:3]], strict=True):
+        assert ids == tokenizer.frame(tokenizer.encode(text))
+        assert sum(label >= 0 for label in labels) == len(text.split())
+    assert gap_of(tokenizer, ("Ada", "sees")) == " "
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a\tX\nb\n", "line 2: one column, and a tagging file has WORD<tab>TAG"),
+        ("a\tX\nb X\n", "line 2: one column"),
+        ("a\tX\n\nb\tY\tZ\n", "line 3: 3 columns"),
+        ("a\tX\n\t Y\n", "line 2: the word is empty"),
+        ("a\tX\nb\t\n", "line 2: the tag is empty"),
+        ("\n\n", "too few sentences: 0 sentences to train on"),
+        ("a\tX\n", "too few sentences: 0 sentences to train on and 1 for validation"),
+    ],
+)
+def test_bad_tagging_files_are_named_by_line(text, says, written):
+    with pytest.raises(DataError, match=says):
+        open_tagging(written("t.tsv", text), "strict", 0.1)
+
+
+def test_a_tag_unseen_in_training_is_named(written):
+    train, other = written("train.tsv", TAGS), written("dev.tsv", "Ada\tPROPN\n\nWho\tPRON\nknew\tADJ\n")
+    with pytest.raises(DataError, match=r"dev.tsv, line 4: tag 'ADJ' is held out and does not occur in training"):
+        open_tagging(held_beside(train, other), "strict", 0.1)
+    with pytest.raises(DataError, match=r"train.tsv, line 9: tag 'PRON'"):
+        open_tagging(train, "strict", 0.1)  # the share that is held out is its last sentence
+
+
+def test_pairs_and_folders_are_no_tagging_files(written, tmp_path):
+    with pytest.raises(UsageError, match="sentences lie in single files"):
+        open_tagging(PairPaths(((tmp_path / "a", tmp_path / "b"),)), "strict", 0.1)
+    with pytest.raises(DataError, match="is a folder, and sentences come from files"):
+        open_tagging(PairPaths(((tmp_path,),)), "strict", 0.1)
+    with pytest.raises(DataError, match="no such file"):
+        open_tagging(PairPaths(((tmp_path / "none",),)), "strict", 0.1)
+
+
+# ---------------------------------------------------------------- labelled texts
+
+
+def test_a_label_lies_on_the_first_token(written, tmp_path):
+    objects = [{"text": "fine", "label": 2}, {"text": " ", "label": 2}, {"text": "poor", "label": "bad"}]
+    lines = "".join(json.dumps(each) + "\n\n" for each in [*objects, *objects])
+    corpora = [
+        open_labelled(written("a.jsonl", lines), "strict", 0.5),
+        open_labelled(written("a.tsv", "2\tfine\n2\t \nbad\tpoor\n" * 2), "strict", 0.5),
+    ]
+    tokenizer = train_tokenizer("byte", [], specials=ROLES)
+    for number, corpus in enumerate(corpora):
+        assert corpus.labels == ("2", "bad") and corpus.found.skipped == 2 and corpus.num_held == 2
+        store, _ = open_store(tmp_path / str(number), corpus, tokenizer)
+        ids, labels = next(texts_of(store, "labels"))
+        assert ids == [tokenizer.specials.cls, *b"fine", tokenizer.specials.sep] and labels == [0, -1, -1, -1, -1, -1]
+        assert [labels[0] for _, labels in texts_of(store, "labels")] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("t.tsv", "x\ta b\nfine\n", "line 2: no tab, and a labelled text is LABEL<tab>TEXT"),
+        ("t.tsv", "x\ta\tb\n", "line 1: two tabs or more"),
+        ("t.tsv", "\ta\n", "line 1: the label is empty"),
+        ("t.tsv", "x\ta\nx\tb\ny\tc\n", "line 3: label 'y' is held out"),
+        ("t.jsonl", '{"text": "a", "label": "x"}\n{"text"\n', "line 2, is not JSON"),
+        ("t.jsonl", "[1]\n", "line 1: expected an object, found list"),
+        ("t.jsonl", '{"txt": "a", "label": "x"}\n', r"line 1: no field 'text' \(did you mean 'txt'"),
+        ("t.jsonl", '{"text": "a", "label": 0.5}\n', "line 1: label must be a text or a whole number, found 0.5"),
+        ("t.jsonl", '{"text": "a", "label": true}\n', "label must be"),
+        ("t.jsonl", '{"text": 3, "label": "x"}\n', "text must be a text"),
+    ],
+)
+def test_bad_labelled_texts_are_named_by_line(name, text, says, written):
+    with pytest.raises(DataError, match=says):
+        open_labelled(written(name, text), "strict", 0.34)
+
+
+# ---------------------------------------------------------------- rows
+
+
+class Texts(TokenStore):
+    """A store in memory: text i has ``lengths[i]`` tokens 10 i, 10 i + 1, ...; its last two are learned."""
+
+    def __init__(self, lengths, column="mask"):
+        self.stream = np.concatenate([10 * i + np.arange(n) for i, n in enumerate(lengths)])
+        self.offsets = np.cumsum([0, *lengths])
+        self.manifest = {"columns": {column: "uint8"}}
+        self.values = np.concatenate([[0] * (n - 2) + [1, 1] for n in lengths])
+
+    num_tokens = property(lambda self: len(self.stream))
+
+    def take(self, at):
+        return self.stream[at]
+
+    def column(self, name, at):
+        return self.values[at]
+
+
+def test_the_worked_example_of_rows():
+    rows = TextRows(Texts([4, 3, 6]), np.arange(3), 8, 99, "mask")
+    assert len(rows) == 2 and rows.utilisation == 13 / 16
+    batch = rows.batch(np.array([0, 1]))
+    assert batch.step.tokens.tolist() == [0, 1, 2, 3, 10, 11, 12, 20, 21, 22, 23, 24, 25, 99]
+    assert batch.step.documents.tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, -1]
+    assert batch.step.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 5, 0]
+    assert batch.step.wanted.tolist() == [1, 2, 4, 5, 10, 11], "the token before each that is learned"
+    assert batch.targets.tolist() == [2, 3, 11, 12, 24, 25]
+    labelled = Texts([4, 3, 6], "labels")
+    labelled.values = np.array([-1, 5, -1, 6, 0, -1, -1, -1, -1, -1, -1, -1, 2])
+    batch = TextRows(labelled, np.arange(3), 8, 99, "labels").batch(np.array([1, 0]))
+    assert batch.step.wanted.tolist() == [5, 8, 10, 11] and batch.targets.tolist() == [2, 5, 6, 0]
+
+
+def configured(**data):
+    train = {"batch": 1, "accumulate": 2, "seed": 3}
+    return RunConfig.from_dict({"data": {"context": 8, **data}, "train": train})
+
+
+def test_every_text_is_read_once_an_epoch_and_long_ones_are_counted():
+    store = Texts([4, 3, 6, 9, 5, 8, 2, 4, 4])
+    data = TextData(store, configured(), 2, 99, "conversation")
+    assert "left out: 1 conversation longer than the context of 8 (the longest has 9 tokens)" in data.told()
+    steps = len(data.training) // 2
+    seen = [set(), set()]
+    for epoch, step in ((0, range(steps)), (1, range(steps, 2 * steps))):
+        for number in step:
+            for batch in data.micro_batches(number):
+                seen[epoch] |= set((batch.step.tokens[batch.step.documents >= 0] // 10).tolist())
+    assert len(data.training) % 2 == 0 and seen == [{0, 1, 2, 4, 5, 6}] * 2
+    assert data.train_tokens == 11, "of the text of two tokens the first is asked by nobody"
+    assert data.validation_tokens == 4
+    held = [batch.step.tokens for batch in data.evaluation()]
+    assert {int(token) // 10 for tokens in held for token in tokens if token != 99} == {7, 8}
+
+
+def test_the_token_that_ends_every_turn_is_found():
+    store = Texts([4, 4])
+    data = TextData(store, configured(), 1, 99, "conversation")
+    assert data.turn_end() is None, "3 and 13"
+    store.stream[7] = 3
+    assert data.turn_end() == 3
+
+
+def test_what_cannot_be_packed_is_refused():
+    with pytest.raises(DataError, match="no sentence is left for training: 1 sentence, none of which fits"):
+        TextData(Texts([9, 4]), configured(), 1, 99, "sentence")
+    with pytest.raises(ConfigError, match=r"data\.order: windows is for documents"):
+        TextData(Texts([4, 4]), configured(order="windows"), 1, 99, "sentence")

@@ -1,0 +1,90 @@
+"""Span corruption: T5's numbers, sources and targets that make the text again, and what a tokenizer must have."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvad.errors import ConfigError, DataError
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train.config import ObjectiveConfig
+from kvad.train.masking import draws
+from kvad.train.spans import SENTINELS, Speech, corrupted, pair_batch, raw_length, sizes, speech_of
+
+FIRST = 10_000
+SPEECH = Speech(start=1, eos=2, pad=1, sentinels=tuple(range(FIRST, FIRST + 301)))
+USUAL = ObjectiveConfig("spans")
+
+
+def restored(source, target):
+    """The text again: every sentinel of the source gives way to what follows it in the target."""
+    assert source[-1] == target[-1] == SPEECH.eos
+    spans, last = {}, None
+    for token in target[:-1]:
+        if token >= FIRST:
+            last, spans[token] = token, []
+        else:
+            spans[last].append(token)
+    assert list(spans) == list(SPEECH.sentinels[: len(spans)]) and spans.pop(last) == [], "a last sentinel, of nothing"
+    return [token for each in source[:-1] for token in (spans.pop(each) if each in spans else [each])], spans
+
+
+@given(
+    length=st.integers(2, 300),
+    density=st.floats(0.05, 0.6),
+    mean=st.floats(1.0, 10.0),
+    seed=st.integers(0, 1000),
+)
+def test_source_and_target_make_the_text_again(length, density, mean, seed):
+    options = ObjectiveConfig("spans", density=density, mean_span=mean)
+    text = np.random.default_rng(seed).integers(5, 500, length).tolist()
+    cut, spans = sizes(length, density, mean)
+    source, target = corrupted(text, options, SPEECH, draws(seed, 1, length))
+    again, left = restored(source, target)
+    assert again == text and not left
+    assert len(source) == length - cut + spans + 1 and len(target) == cut + spans + 2
+    assert source[0] < FIRST, "something stays before the first span"
+    inside = [token for token in source if token >= FIRST]
+    assert all(b - a == 1 for a, b in itertools.pairwise(inside)) and len(inside) == spans
+
+
+def test_t5s_own_numbers():
+    """568 tokens become 512, of which 85 are cut out in 28 spans; their target of 114 (compute_t5_input_and_target_
+    lengths of google-research/text-to-text-transfer-transformer) has no last sentinel, the paper's and ours has."""
+    assert raw_length(512, USUAL) == 568
+    assert sizes(568, 0.15, 3.0) == (85, 28)
+    source, target = corrupted(list(range(5, 573)), USUAL, SPEECH, draws(0, 1, 0))
+    assert (len(source), len(target)) == (512, 114 + 1)
+
+
+def test_the_worked_example_of_the_docstring():
+    batch = pair_batch([[([5, 6, FIRST, 7, 2], [FIRST, 8, FIRST + 1, 2]), ([9, 2], [FIRST, 2])]], SPEECH, 16, "cpu")
+    step = batch.step
+    assert step.source.tokens.tolist() == [5, 6, FIRST, 7, 2, 9, 2]
+    assert step.source.documents.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert step.tokens.tolist() == [1, FIRST, 8, FIRST + 1, 1, FIRST], "shifted right, each behind its start"
+    assert step.positions.tolist() == [0, 1, 2, 3, 0, 1] and step.documents.tolist() == [0, 0, 0, 0, 1, 1]
+    assert batch.targets.tolist() == [FIRST, 8, FIRST + 1, 2, FIRST, 2] and step.wanted.tolist() == list(range(6))
+
+
+def test_shares_are_those_that_were_asked_for():
+    cut = [sizes(length, 0.15, 3.0) for length in range(100, 600)]
+    assert sum(c for c, _ in cut) / sum(range(100, 600)) == pytest.approx(0.15, abs=0.002)
+    assert sum(c for c, _ in cut) / sum(s for _, s in cut) == pytest.approx(3.0, abs=0.05)
+
+
+def test_what_a_tokenizer_must_have_is_said():
+    full = train_tokenizer("byte", [], specials=("eos", "pad", *SENTINELS))
+    assert speech_of(full, 29).sentinels[:2] == (
+        full.specials.names()["<extra_id_0>"],
+        full.specials.names()["<extra_id_1>"],
+    )
+    assert speech_of(full, 29).start == full.specials.pad, "as T5's targets begin"
+    with pytest.raises(DataError, match=r"100 sentinels .* needs 101"):
+        speech_of(full, 101)
+    with pytest.raises(DataError, match="no EOS"):
+        speech_of(train_tokenizer("byte", [], specials=SENTINELS), 1)
+    with pytest.raises(ConfigError, match="3 tokens are too few"):
+        raw_length(3, USUAL)
