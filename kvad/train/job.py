@@ -40,7 +40,7 @@ from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, NextToken, resolve_precision
 from kvad.train.optim import Optimization
 from kvad.train.pairs import PairPaths
-from kvad.train.reports import Callback, Outcome
+from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.store import changed_sources
 from kvad.train.trainer import State, Trainer
 
@@ -178,6 +178,7 @@ class _Run:
             torch.set_rng_state(stored.tensors["rng"])
         metrics = MetricsFile(self.out / METRICS, train.log_every)
         heard = [metrics, *callbacks]
+        self._introduce(heard)
         sample = self.material.sampler(self.model, self.tokenizer)
         precision = resolve_precision(train.precision, train.device)
         objective = NextToken(self.model, Autocast(precision, train.device))
@@ -188,6 +189,15 @@ class _Run:
             return trainer.fit()
         finally:
             metrics.close()
+
+    def _introduce(self, heard: Sequence[Callback]) -> None:
+        def tell(method: str, report: object) -> None:
+            for callback in heard:
+                getattr(callback, method)(report)
+
+        said = self.material.generation(self.tokenizer)
+        for callback in heard:
+            callback.on_model(Subject(self.model, self.tokenizer, said, self.material.data, tell))
 
     def _save(self, state: State) -> Path:
         tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
