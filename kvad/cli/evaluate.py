@@ -264,7 +264,7 @@ def _text(
             tick=lambda done, total: progress.tell("reading", done, total),
         )
         memory = _memory(llm) if through else None
-        name = "" if first is None else tokenizer.token_text(first)
+        name = "" if first is None or bos == "none" else tokenizer.token_text(first)
     read = {"documents": len(documents), "window": window, "stride": stride, "bos": bos, "opening": name or None}
     said = {"none": "no opening token", "start": f"{name} before each text", "window": f"{name} before each window"}[
         bos

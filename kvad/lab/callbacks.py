@@ -90,13 +90,13 @@ class CheckCache(_Watcher):
         self._measured(report.step, "cache", values, said)
 
     def _held_out(self) -> list[Row]:
-        data = self.subject.data
+        data, most = self.subject.data, min(self._tokens, self.subject.model.config.limit - 1)
         if isinstance(data, PairData):
             pairs = data.examples(self._rows)
-            return [Row(torch.tensor(target[: self._tokens]), torch.tensor(source)) for source, target in pairs]
+            return [Row(torch.tensor(target[:most]), torch.tensor(source)) for source, target in pairs]
         pieces = _pieces(next(iter(data.evaluation())).step)
         longest = sorted(pieces, key=len, reverse=True)[: self._rows]  # of equal ones, the first
-        return [Row(piece[: self._tokens].cpu()) for piece in longest]
+        return [Row(piece[:most].cpu()) for piece in longest]
 
 
 def _pieces(step: Step) -> Iterator[Tensor]:
@@ -146,19 +146,19 @@ def _incremental(model: Transformer, rows: Sequence[Row]) -> tuple[float, float,
 
 
 def _at_once(model: Transformer, row: Row) -> Tensor:
-    """[T, V] in float64, without a cache; T at most the model's limit."""
-    step = _step(row.tokens, model)
+    """[T, V] in float64, without a cache; T below the model's limit."""
+    step = _step(row.tokens, model, len(row.tokens) + 1)  # a row in the cache may reach one token more
     if row.source is not None:
-        step = step._replace(source=_step(row.source, model))
+        step = step._replace(source=_step(row.source, model, len(row.source)))
     logits: Tensor = model.logits(model(step, Fresh(model.config)), step.wanted)
     return logits.double()
 
 
-def _step(tokens: Tensor, model: Transformer) -> Step:
+def _step(tokens: Tensor, model: Transformer, limit: int) -> Step:
     tokens = tokens.to(model.table.device)
     every = torch.arange(len(tokens), device=tokens.device)
     lane = Lane(1, len(tokens), len(tokens))
-    return Step(tokens, every, (lane,), every, limits=torch.full_like(every, model.config.limit))
+    return Step(tokens, every, (lane,), every, limits=torch.full_like(every, limit))
 
 
 # ---------------------------------------------------------------- what it says

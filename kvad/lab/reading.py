@@ -91,17 +91,18 @@ class Uncached:
         model = self._model
         longest = max(len(row.tokens) for row in rows)
         assert longest <= self._limit + 1, f"a row of {longest} tokens, and the limit is {self._limit}"
-        step = self._step([row.tokens[:-1] for row in rows], rows)
+        step = self._step([row.tokens[:-1] for row in rows], rows, 1)
         if rows[0].source is not None:
             sources = [row.source for row in rows if row.source is not None]
-            step = step._replace(source=self._step(sources, rows))
+            step = step._replace(source=self._step(sources, rows, 0))
         hidden = model(step, self._memory)
         nats, hits = _judge(model, hidden, torch.cat([row.tokens[1:] for row in rows]).to(hidden.device))
         sizes = [len(row.tokens) - 1 for row in rows]
         return [Read(*both) for both in zip(nats.split(sizes), hits.split(sizes), strict=True)]
 
-    def _step(self, parts: Sequence[Tensor], rows: Sequence[Row]) -> Step:
-        """``parts``: of each row, its tokens or its source; rows of one shape share a lane."""
+    def _step(self, parts: Sequence[Tensor], rows: Sequence[Row], more: int) -> Step:
+        """``parts``: of each row, its tokens or its source, and how many ``more`` it has; rows of one shape share a
+        lane."""
         device = self._model.table.device
         lanes, shapes = list[Lane](), [_shape(row) for row in rows]
         for number, part in enumerate(parts):
@@ -112,7 +113,7 @@ class Uncached:
         lengths = torch.tensor([len(part) for part in parts])
         tokens = torch.cat(list(parts)).to(device)
         positions = torch.cat([torch.arange(len(part)) for part in parts]).to(device)
-        limits = lengths.repeat_interleave(lengths).to(device)  # of each token's row, as training has it
+        limits = (lengths + more).repeat_interleave(lengths).to(device)  # of each token's row
         return Step(tokens, positions, tuple(lanes), positions[:0], limits=limits)
 
 
