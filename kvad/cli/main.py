@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("kvad.cli.demo:demo", "Train a small model here and now, and prove its cache."),
     "corpus": ("kvad.cli.corpus:corpus", "Make texts to train on that every machine can make."),
     "train": ("kvad.cli.train:train", "Train a model on text files."),
+    "eval": ("kvad.cli.evaluate:evaluate", "How well does a model do on texts, pairs or labels?"),
     "generate": ("kvad.cli.generate:generate", "Continue a prompt."),
     "chat": ("kvad.cli.chat:chat", "Talk with a model."),
     "session": ("kvad.cli.session:session", "Save what the cache holds of a text; go on from it later."),
@@ -55,7 +56,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("kvad.cli.completion:completion", "Print the completion script of a shell."),
 }
 
-_EXTRAS = {"matplotlib": "plot", "transformers": "oracle"}
+_EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval"}
 
 _REFUSALS = {
     errno.EACCES: "permission denied",

@@ -15,8 +15,7 @@ from kvad.errors import UsageError, counted, nearest
 if TYPE_CHECKING:
     from kvad.train.config import RunConfig
     from kvad.train.material import Named
-    from kvad.train.progress import PlainProgress
-    from kvad.train.reports import Outcome
+    from kvad.train.reports import Callback, Outcome
 
 __all__ = ["draw_loss_curve", "train"]
 
@@ -107,6 +106,11 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option("--device", help="[default: cpu]")
 @click.option("--eval-every", type=int, help="Steps between evaluations.  [default: 250]")
 @click.option("--save-every", type=int, help="Steps between checkpoints.  [default: 500]")
+@click.option("--check-cache", is_flag=True, help="At evaluations: does a cache say what the model says without one?")
+@click.option(
+    "--prompt", "prompts", multiple=True, metavar="TEXT", help="At evaluations: how it goes on; may be repeated."
+)
+@click.option("--bleu", type=click.IntRange(min=1), metavar="N", help="At evaluations: BLEU on N held-out pairs.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of --out, to the bit.")
 @click.option("--overwrite", is_flag=True, help="Let a run that --out holds give way.")
 @json_option
@@ -119,6 +123,9 @@ def train(
     run_file: Path | None,
     assignments: tuple[str, ...],
     tokenizer: str | None,
+    check_cache: bool,
+    prompts: tuple[str, ...],
+    bleu: int | None,
     resume: bool,
     overwrite: bool,
     as_json: bool,
@@ -159,9 +166,10 @@ def train(
     config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
     held = [(Path(validation),)] if validation is not None and share is None else []
     named = _named(corpus, pairs, [*held, *validation_pairs])
+    watchers = _watchers(config, check_cache=check_cache, prompts=prompts, bleu=bleu)
     progress = progress_on(console())
     try:
-        outcome = _run(config, named, out, progress, resume=resume, overwrite=overwrite)
+        outcome = _run(config, named, out, [progress, *watchers], resume=resume, overwrite=overwrite)
     finally:
         progress.close()
     figures = draw_loss_curve(out)
@@ -183,14 +191,28 @@ def _stored_run(out: Path) -> RunConfig:
     return compress.stored_run(out)[0] if _is_compressor(out) else job.stored_run(out)[0]
 
 
+def _watchers(config: RunConfig, *, check_cache: bool, prompts: Sequence[str], bleu: int | None) -> list[Callback]:
+    """What looks at the model while it is trained.  UsageError for what says nothing of this run."""
+    if not (check_cache or prompts or bleu is not None):
+        return []
+    from kvad.lab.callbacks import CheckCache, Continue, Translate
+
+    if config.objective.kind == "compress":
+        raise UsageError(
+            "--check-cache, --prompt and --bleu look at a model, and a compressor is trained", "leave it out"
+        )
+    found: list[Callback] = [CheckCache()] if check_cache else []
+    found += [Continue(prompts)] if prompts else []
+    return [*found, *([Translate(bleu)] if bleu is not None else [])]
+
+
 def _run(
-    config: RunConfig, named: Named, out: Path, progress: PlainProgress, *, resume: bool, overwrite: bool
+    config: RunConfig, named: Named, out: Path, heard: Sequence[Callback], *, resume: bool, overwrite: bool
 ) -> Outcome:
     from kvad.cache.available import available_bytes
     from kvad.train import compress, job
     from kvad.train.config import CompressConfig
 
-    heard = [progress]
     if config.objective.kind == "compress":
         if resume:
             return compress.resume(out, config=config, corpus=named, callbacks=heard)

@@ -41,7 +41,7 @@ from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
 from kvad.train.pairs import PairPaths
-from kvad.train.reports import Callback, Outcome
+from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.schedules import paced_by
 from kvad.train.speed import prepare
 from kvad.train.store import changed_sources
@@ -185,6 +185,7 @@ class _Run:
                 torch.cuda.set_rng_state(stored.tensors["rng_device"], self.config.train.device)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
         heard = [metrics, *callbacks]
+        self._introduce(heard)
         sample = self.material.sampler(self.model, self.tokenizer)
         precision = resolve_precision(train.precision, train.device)
         objective = make_objective(self.config, self.model, Autocast(precision, train.device))
@@ -195,6 +196,15 @@ class _Run:
             return trainer.fit()
         finally:
             metrics.close()
+
+    def _introduce(self, heard: Sequence[Callback]) -> None:
+        def tell(method: str, report: object) -> None:
+            for callback in heard:
+                getattr(callback, method)(report)
+
+        said = self.material.generation(self.tokenizer)
+        for callback in heard:
+            callback.on_model(Subject(self.model, self.tokenizer, said, self.material.data, tell))
 
     def _save(self, state: State) -> Path:
         tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
