@@ -69,6 +69,7 @@ DTYPES = {
 }
 
 
+ADAPTER = "adapter_config.json"
 THEIRS = {"format": "pt"}  # what transformers asks of a tensor file
 
 Verify = bool | Literal["tensors"]
@@ -87,6 +88,7 @@ def save(
     layout: Layout | None = None,
     generation: Generation | None = None,
     beside: Sequence[Path] = (),
+    files: Mapping[str, bytes] | None = None,
     origin: str | None = None,
     replaces: Sequence[Path] = (),
 ) -> None:
@@ -94,9 +96,9 @@ def save(
 
     ``layout``: Hugging Face's, of a family that holds ``config``; None is kvad's own, which also says ``origin``, the
     ``model_type`` that it came from.  ``generation``: what it says about generating; ``beside``: files that are copied
-    as they are (a tokenizer's of several files, a chat template); ``replaces``: sibling folders that give way in the
-    same move.  Raises SaveError if the disk refuses; the checkpoint that was there before is then whole, as it is after
-    a kill at any moment.
+    as they are (a tokenizer's of several files, a chat template), ``files`` the same by their content; ``replaces``:
+    sibling folders that give way in the same move.  Raises SaveError if the disk refuses; the checkpoint that was there
+    before is then whole, as it is after a kill at any moment.
     """
     from kvad import __version__
 
@@ -111,14 +113,18 @@ def save(
             save_tensors(folder, new / MODEL, dict(write_tensors(layout.family, config, tensors)), THEIRS)
         for path in beside:
             shutil.copyfile(path, new / path.name)
+        for name, content in (files or {}).items():
+            (new / name).write_bytes(content)
         if tokenizer is not None:
             tokenizer.save(new)
         if training is not None:
             (new / TRAINING).mkdir()
             write_json(new / TRAINING / "state.json", training.state)
             save_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
-        files = {path.relative_to(new).as_posix(): entry_of(path) for path in sorted(new.rglob("*")) if path.is_file()}
-        write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
+        entries = {
+            path.relative_to(new).as_posix(): entry_of(path) for path in sorted(new.rglob("*")) if path.is_file()
+        }
+        write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": entries})
 
 
 def _content(config: ModelConfig, generation: Generation, origin: str | None) -> dict[str, Any]:
@@ -141,6 +147,8 @@ def save_step(
     *,
     layout: Layout | None = None,
     generation: Generation | None = None,
+    files: Mapping[str, bytes] | None = None,
+    origin: str | None = None,
     keep: int = 2,
     fresh: bool = False,
 ) -> Path:
@@ -151,7 +159,18 @@ def save_step(
     folder = run / "checkpoints" / f"step-{step:08d}"
     sweep(folder.parent)  # brings back what an overwriting process had set aside when it died
     earlier = steps_of(run) if fresh else ()
-    save(folder, config, tensors, tokenizer, training, layout=layout, generation=generation, replaces=earlier)
+    save(
+        folder,
+        config,
+        tensors,
+        tokenizer,
+        training,
+        layout=layout,
+        generation=generation,
+        files=files,
+        origin=origin,
+        replaces=earlier,
+    )
     for old in steps_of(run)[:-keep]:
         discard(old)
     return folder
@@ -220,6 +239,8 @@ def load(folder: Path, *, verify: Verify = False) -> Opened:
     CheckpointError for a folder that is not a whole checkpoint.
     """
     path = locate(Path(folder))
+    if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
+        raise CheckpointError(f"{path} is an adapter (LoRA), not a model", "name its base, or merge them: kvad merge")
     files = listed(path)
     for name, entry in (files or {}).items():
         tensors = name.endswith(".safetensors")

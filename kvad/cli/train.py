@@ -43,7 +43,7 @@ PLACES = {
     "eval_every": "train.eval_every",
     "save_every": "train.save_every",
     "objective": "objective.kind",
-    "init": "compress.model",
+    "lora_rank": "lora.rank",
 }
 
 
@@ -71,7 +71,8 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
     help="Set any key of the run: optim.lr=1e-3; the model's need no table: decoder.layers=4.",
 )
 @click.option("--objective", type=click.Choice(["next-token", "compress"]), help="[default: next-token]")
-@click.option("--init", metavar="MODEL", help="Of compress: the model whose cache is compressed.")
+@click.option("--init", metavar="MODEL", help="A checkpoint to go on from; of compress: whose cache is compressed.")
+@click.option("--lora", "lora_rank", type=int, metavar="RANK", help="Train adapters beside it instead of its weights.")
 @click.option(
     "--preset",
     help="Model shape: tiny, small, demo, medium, base; transformer- and marian-, tiny or base.  [default: small]",
@@ -135,6 +136,8 @@ def train(
     kvad train pairs.tsv --preset transformer-base --vocab-size 37000 --out runs/translate
     kvad train --pairs train.de train.en --validation-pairs val.de val.en --preset transformer-tiny --out runs/de-en
     kvad train --resume --out runs/mine
+    kvad train more/ --init runs/mine --lr 1e-4 --out runs/tuned
+    kvad train more/ --init ./SmolLM2-135M --lora 8 --set lora.targets=all --out runs/adapter
     kvad train corpus/ --objective compress --init runs/mine --set ratio=8 --out runs/summaries
     """
     from kvad.train.config import RunConfig, read_toml
@@ -192,7 +195,7 @@ def _run(
             return compress.resume(out, config=config, corpus=named, callbacks=heard)
         return compress.train(config, named, out, overwrite=overwrite, callbacks=heard)
     if config.compress != CompressConfig():
-        raise UsageError("[compress] and --init are for --objective compress", "a language model begins at random")
+        raise UsageError("[compress] is for --objective compress", "--init MODEL alone goes on from a checkpoint")
     if resume:
         return job.resume(out, config=config, corpus=named, available=available_bytes(), callbacks=heard)
     return job.train(config, named, out, overwrite=overwrite, available=available_bytes(), callbacks=heard)
@@ -229,9 +232,12 @@ def _with_flags(
         if isinstance(inner, dict):  # what is no table is refused by RunConfig, by name
             inner[key] = value
 
+    init, flags = flags.get("init"), {name: value for name, value in flags.items() if name != "init"}
     for flag, value in flags.items():
         if value is not None and value != ():
             put(PLACES[flag], list(value) if isinstance(value, tuple) else value)
+    if init is not None:
+        put("compress.model" if _kind(merged) == "compress" else "model.init", init)
     if tokenizer is not None:
         _check_tokenizer(tokenizer)
         put(*(("tokenizer.kind", tokenizer) if tokenizer in KINDS else ("tokenizer.path", tokenizer)))
@@ -268,6 +274,14 @@ def draw_loss_curve(out: Path) -> list[Path]:
         return []
 
 
+def _kind_of(outcome: Outcome, config: RunConfig) -> str:
+    from kvad.checkpoint.open import open_checkpoint
+
+    if config.init is None:
+        return config.resolve(vocab=1).kind
+    return open_checkpoint(outcome.checkpoint).config.kind
+
+
 def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as_json: bool) -> None:
     if as_json:
         emit_json({**dataclasses.asdict(outcome), "out": out, "figures": figures, "config": config.to_dict()})
@@ -288,5 +302,5 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
         policy = f"hierarchy({wanted.recent}, packed=0, summaries=N, ratio={wanted.ratio}, every={wanted.every})"
         click.echo(f'next:  kvad generate {wanted.model} --compressor {out} --policy "{policy}"', err=True)
     else:
-        command = "translate" if config.resolve(vocab=1).kind == "encoder-decoder" else "generate"
+        command = "translate" if _kind_of(outcome, config) == "encoder-decoder" else "generate"
         click.echo(f"next:  kvad {command} {out}", err=True)

@@ -6,6 +6,7 @@ Everything else about training is the same for both; where they differ, it is sa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,19 @@ class Material:
     store: TokenStore
     data: TrainingData
 
-    def __init__(self, config: RunConfig, named: Named, tell: Callable[[str], None]) -> None:
-        """Raises DataError for what cannot be read."""
-        self._config, self._tell = config, tell
+    def __init__(
+        self, config: RunConfig, named: Named, tell: Callable[[str], None], said: Generation | None = None
+    ) -> None:
+        """``said``: what the model already says about generating, if it was trained before.  Raises DataError for what
+        cannot be read."""
+        self._config, self._tell, self._said = config, tell, said
         self.texts: Corpus | PairCorpus
         if isinstance(named, PairPaths):
             if config.data.suffixes:
                 raise ConfigError("data.suffixes: pairs come from files that are named", "leave --suffix out")
             if config.data.documents == "lines":
                 raise ConfigError("data.documents: pairs are lines anyway", "leave it out")
-            self.texts = open_pairs(named, config.data.errors)
+            self.texts = replace(open_pairs(named, config.data.errors), said=said)
         else:
             lines = config.data.documents == "lines"
             self.texts = open_corpus(named, suffixes=config.data.suffixes, errors=config.data.errors, lines=lines)
@@ -113,13 +117,15 @@ class Material:
 
     def generation(self, tokenizer: Tokenizer) -> Generation:
         """What a checkpoint says about generating."""
+        if self._said is not None:
+            return self._said
         return generation_of(tokenizer) if isinstance(self.texts, PairCorpus) else Generation()
 
     def sampler(self, model: Transformer, tokenizer: Tokenizer) -> Callable[[], tuple[Sample, ...]] | None:
         """What the model makes of the first held-out sources, whenever it is called; None of documents."""
         if not isinstance(self.data, PairData):
             return None
-        examples, said = self.data.examples(EXAMPLES), generation_of(tokenizer)
+        examples, said = self.data.examples(EXAMPLES), self.generation(tokenizer)
         sources = [source for source, _ in examples]
         most = min(self._config.data.context - 1, 8 + 2 * max(map(len, sources)))
 

@@ -5,6 +5,7 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
 (``--batch`` rows), A micro-batches of an optimizer step; other letters as in ``step.py``, F an MLP's hidden width::
 
     state        16 P        weights, their gradients and AdamW's two moments, float32
+                             beside frozen weights 4 P and 12 L, L of the parameters being adapters'
     rows         48 T A      tokens, positions, documents, limits, wanted, targets: int64, all micro-batches at once
                              an encoder-decoder's sources 32 T A beside them
     activations  4 T x       what the backward pass of one micro-batch needs, float32; under bf16 0.6 of it, + 2 P for
@@ -31,8 +32,17 @@ LOGIT_BUDGET = 1 << 22  # objective.py's, which imports torch; a test holds them
 HALF = 0.6  # of the activations, where autocast multiplies in bf16: the stream and the norms stay float32
 
 
-def training_bytes(model: ModelConfig, run: RunConfig, parameters: int, batch: int, *, half: bool = False) -> int:
-    """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast."""
+def training_bytes(
+    model: ModelConfig,
+    run: RunConfig,
+    parameters: int,
+    batch: int,
+    *,
+    half: bool = False,
+    learned: int | None = None,
+) -> int:
+    """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast;
+    ``learned``: how many of the parameters are trained (None: all)."""
     tokens = batch * run.data.context
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
@@ -40,7 +50,12 @@ def training_bytes(model: ModelConfig, run: RunConfig, parameters: int, batch: i
     logits = 16 * min(tokens * model.vocab, max(LOGIT_BUDGET, model.vocab))
     activations = int(HALF * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
-    return 16 * parameters + row * tokens * run.train.accumulate + activations + logits
+    return _state(parameters, learned) + row * tokens * run.train.accumulate + activations + logits
+
+
+def _state(parameters: int, learned: int | None) -> int:
+    """Bytes of weights, and of gradients and moments of what is trained."""
+    return 4 * parameters + 12 * (parameters if learned is None else learned)
 
 
 def _kept(model: ModelConfig, stack: Stack, layer: Layer, context: int) -> int:
@@ -65,14 +80,22 @@ def _attended(model: ModelConfig, mixer: Attention, context: int) -> int:
     return attention
 
 
-def require(model: ModelConfig, run: RunConfig, parameters: int, available: int | None, *, half: bool = False) -> None:
+def require(
+    model: ModelConfig,
+    run: RunConfig,
+    parameters: int,
+    available: int | None,
+    *,
+    half: bool = False,
+    learned: int | None = None,
+) -> None:
     """MemoryPlanError when training needs more than ``available``: it names need, have, and what would fit.
 
     ``available`` None (nobody knows) lets everything pass.
     """
 
     def need(batch: int) -> int:
-        return training_bytes(model, run, parameters, batch, half=half)
+        return training_bytes(model, run, parameters, batch, half=half, learned=learned)
 
     batch = run.train.batch
     if available is None or need(batch) <= available:
@@ -81,11 +104,11 @@ def require(model: ModelConfig, run: RunConfig, parameters: int, available: int 
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if need(middle) <= available else (low, middle)
+    state = _shown(_state(parameters, learned))
     hint = f"what would fit: --batch {low} (more rows to a step: --accumulate)"
     raise MemoryPlanError(
         f"training on {counted(batch, 'row')} of {counted(run.data.context, 'token')} at a time needs about "
-        f"{_shown(need(batch))} (weights, gradients and moments {_shown(16 * parameters)}) and {_shown(available)} "
-        "is available",
+        f"{_shown(need(batch))} (weights, gradients and moments {state}) and {_shown(available)} is available",
         hint if low else "not even --batch 1 fits: a smaller --context, --accumulate or model would",
     )
 

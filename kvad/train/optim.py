@@ -47,7 +47,7 @@ class Optimization:
     def __init__(self, model: nn.Module, config: OptimConfig, train: TrainConfig) -> None:
         self._model, self._config, self._train = model, config, train
         self.optimizer = _make_optimizer(model, config)
-        self._parameters = list(model.parameters())
+        self._parameters = [parameter for _, parameter in _learned(model)]
 
     def begin(self, step: int, elapsed: float) -> float:
         """Of optimizer step ``step`` (from 0): no gradient yet; its learning rate."""
@@ -67,14 +67,14 @@ class Optimization:
     def tensors(self) -> dict[str, Tensor]:
         """``{"exp_avg.NAME": ..., "exp_avg_sq.NAME": ..., "step.NAME": ...}`` of every parameter that has a state."""
         found: dict[str, Tensor] = {}
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in _learned(self._model):
             for key, value in self.optimizer.state[parameter].items():
                 found[f"{key}.{name}"] = value
         return found
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """The reverse, into memory of its own.  Raises CheckpointError for a state that does not fit the model."""
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in _learned(self._model):
             for key in MOMENTS:
                 found = tensors.get(f"{key}.{name}")
                 if found is None or found.shape != parameter.shape:
@@ -84,9 +84,14 @@ class Optimization:
             self.optimizer.state[parameter] = {"step": tensors[f"step.{name}"].clone(), **state}
 
 
+def _learned(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What is trained: all parameters, or, beside a frozen model, its adapters'."""
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def _make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Fused where torch has it for the parameters' device (CPU and CUDA)."""
-    named = list(model.named_parameters())
+    named = _learned(model)
     groups = [
         {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},

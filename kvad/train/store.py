@@ -98,7 +98,8 @@ def open_store(
         return store, True
     frame = corpus.framer(tokenizer)
     with new_folder(folder) as new:
-        counts = _write(new, _encoded(corpus, tokenizer, frame), _dtype(tokenizer.vocab_size))
+        vocab = max(each.vocab_size for each in (tokenizer, tokenizer.source) if each is not None)
+        counts = _write(new, _encoded(corpus, tokenizer, frame), _dtype(vocab))
         manifest = {"format": 1, "key": key, **counts, **settings}
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         store = TokenStore(new, manifest)
@@ -156,8 +157,18 @@ def _encoded(corpus: Texts, tokenizer: Tokenizer, frame: Framer) -> Iterator[lis
 
 
 def _framed(tokenizer: Tokenizer, texts: list[str], frame: Framer, first: int) -> Iterator[list[int]]:
-    for number, ids in enumerate(tokenizer.encode_batch(texts), first):
+    if tokenizer.source is None:
+        encoded = tokenizer.encode_batch(texts)
+    else:  # pairs, whose sources are read with another vocabulary
+        sides = {True: tokenizer.source, False: tokenizer}
+        each = {even: iter(sides[even].encode_batch(_side(texts, first, even))) for even in sides}
+        encoded = [next(each[number % 2 == 0]) for number in range(first, first + len(texts))]
+    for number, ids in enumerate(encoded, first):
         yield frame(number, ids)
+
+
+def _side(texts: list[str], first: int, even: bool) -> list[str]:
+    return [text for number, text in enumerate(texts, first) if (number % 2 == 0) == even]
 
 
 def _write(folder: Path, documents: Iterable[list[int]], dtype: str) -> dict[str, Any]:
