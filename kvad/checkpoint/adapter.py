@@ -49,7 +49,7 @@ from kvad.checkpoint.shards import write_sharded
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 from kvad.model.fingerprint import fingerprint_of
-from kvad.model.lora import Factors, adaptable, fingerprint, merged
+from kvad.model.lora import Factors, fingerprint, mergeable, merged
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -92,7 +92,7 @@ class AdapterForm:
 
     def check(self, parts: Sequence[str]) -> None:
         """CheckpointError for a part that the layout cannot hold an adapter of: before anything is trained."""
-        shapes = adaptable(self.config)
+        shapes = mergeable(self.config)
         empty = {name: Factors(torch.zeros(1, shapes[name][1]), torch.zeros(shapes[name][0], 1), 1.0) for name in parts}
         write_factors(self.sites, shapes, empty)
 
@@ -129,7 +129,7 @@ def save_adapter(
     SaveError if the disk refuses."""
     from kvad import __version__
 
-    tensors, modules = write_factors(form.sites, adaptable(form.config), factors)
+    tensors, modules = write_factors(form.sites, mergeable(form.config), factors)
     settings = {"rank": rank, "alpha": alpha, "rslora": rslora, "dropout": dropout}
     content = write_config(form.sites, modules, kind=form.config.kind, base=form.base, **settings)  # type: ignore[arg-type]
     said = {"kvad": __version__, "format": FORMAT, "names": form.names, "parts": list(factors)}
@@ -203,7 +203,7 @@ class StoredAdapter:
             )
         where = str(self.path / TENSORS)
         parts = self.said.get("parts")
-        shapes = adaptable(base.config)
+        shapes = mergeable(base.config)
         return read_factors(found, shapes, Tensors(self.path / TENSORS), self.content, where, parts)
 
     def check_base(self, base: Opened) -> None:

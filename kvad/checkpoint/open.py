@@ -61,8 +61,9 @@ def model_of(
     """
     target = as_dtype(dtype, torch.device(device))
     on_cpu = torch.device(device).type == "cpu"
+    config = opened.config  # which may look at tensors, that are not to be on meta
     with torch.device("meta"):
-        model = Transformer(opened.config)
+        model = Transformer(config)
     wide = torch.float32 if on_cpu and opened.stored == torch.float16 else None
     loaded: dict[str, Tensor] = {}
     for name, tensor in opened.weights_as(target or wide):

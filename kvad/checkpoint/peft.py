@@ -27,7 +27,7 @@ from kvad.cache.weights import weight_shapes
 from kvad.checkpoint.hf import Family, expand
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
-from kvad.model.lora import Factors, adaptable
+from kvad.model.lora import Factors, mergeable
 
 __all__ = ["Site", "Sites", "check_config", "own_sites", "read_factors", "sites", "write_config", "write_factors"]
 
@@ -69,7 +69,7 @@ class Sites(NamedTuple):
 
 def sites(family: Family, config: ModelConfig) -> Sites:
     """Of a model of this family."""
-    parts = adaptable(config)
+    parts = mergeable(config)
     known, modules, refused = list[Site](), list[str](), dict[str, str]()
     for each in expand(family.rules(config), weight_shapes(config)):
         names = [name.removesuffix(".weight") for name in each.ours]
@@ -87,7 +87,7 @@ def sites(family: Family, config: ModelConfig) -> Sites:
 
 def own_sites(config: ModelConfig) -> Sites:
     """Of a model that has kvad's names alone."""
-    names = list(adaptable(config))
+    names = list(mergeable(config))
     modules = [name.removesuffix(".weight") for name in weight_shapes(config) if name.endswith(".weight")]
     return Sites(tuple(Site(name, (name,), None, False) for name in names), tuple(modules), {}, "")
 

@@ -34,12 +34,14 @@ __all__ = [
     "adaptable",
     "factors_of",
     "fingerprint",
+    "mergeable",
     "merged",
     "restore",
     "targeted",
 ]
 
 ALL = "all"
+TABLES = (".tokens", ".positions", ".segments")
 
 
 class Factors(NamedTuple):
@@ -68,16 +70,22 @@ class AdaptedLinear(Linear):
         return linear(input, self.weight, self.bias, self.tiles) + self.scale * linear(low, self.lora_b)
 
 
-def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Name -> [out, in] of every linear part of the layers but experts' routers, in the order of the parameters."""
+def mergeable(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Name -> [out, in] of every matrix that an adapter may stand beside, in the order of the parameters.
+
+    Others' adapters also stand beside routers, and heads that are not tied."""
     found: dict[str, tuple[int, int]] = {}
     for name, shape in weight_shapes(config).items():
         module, _, last = name.rpartition(".")
-        if last == "weight" and len(shape) == 2 and ".layers." in name and "norm" not in module:
-            if module.endswith(".router"):
-                continue
+        if last == "weight" and len(shape) == 2 and "norm" not in module and not module.endswith(TABLES):
             found[module] = (shape[0], shape[1])
     return found
+
+
+def adaptable(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Those that are trained here: the linear parts of the layers but experts' routers."""
+    every = mergeable(config)
+    return {name: every[name] for name in every if ".layers." in name and not name.endswith(".router")}
 
 
 def targeted(config: ModelConfig, targets: Iterable[str]) -> list[str]:

@@ -158,8 +158,9 @@ class Start:
     def model(self) -> Transformer:
         """Its weights in float32, to be trained; with [lora] frozen, beside adapters that add nothing yet."""
         lora = self.config.lora
+        config = self.model_config
         with torch.device("meta"):
-            model = Transformer(self.model_config)
+            model = Transformer(config)
         # What is trained must never be a mapped file; what is frozen may stay one.
         loaded = {name: tensor.to(torch.float32, copy=lora is None) for name, tensor in self.opened.weights()}
         model.load_state_dict(loaded, assign=True)

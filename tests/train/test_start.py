@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint: all weights, or adapters beside them; resumed to the bit; refused by name."""
+"""Training that goes on from a checkpoint: all weights, or adapters beside them; to the bit; refused by name."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def goes_on(run_config, base):
     """``goes_on(lora={...}, steps=...)``: a run's configuration that begins with ``base``."""
 
     def make(lora=None, init=base, **settings):
-        made = run_config(**{"lr": 5e-3, "steps": 8, **settings})
+        made = run_config(**{"lr": 1e-2, "steps": 4, "eval_every": 100, "save_every": 100, **settings})
         return replace(made, model={"init": str(init)}, tokenizer=type(made.tokenizer)(), lora=lora)
 
     return make
@@ -87,19 +87,19 @@ def test_all_weights_go_on_from_where_they_were(corpus, tmp_path, goes_on, base,
     assert all(not torch.equal(a, b) for a, b in zip(tuned.parameters(), began.parameters(), strict=True))
     said = opened.training.state["init"]
     assert said["model"] == str(base) and len(said["fingerprint"]) == 32
-    assert stored_run(tmp_path / "run")[0].init == str(base) and outcome.step == 8
+    assert stored_run(tmp_path / "run")[0].init == str(base) and outcome.step == 4
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, targets="all", dropout=0.1)], ids=["whole", "lora"])
 def test_a_resume_goes_on_to_the_bit(corpus, tmp_path, goes_on, lora):
-    config = goes_on(lora, steps=9, accumulate=2)
+    config = goes_on(lora, steps=6, batch=2, accumulate=2)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(config, [corpus], whole)
-    assert train(config, [corpus], parts, callbacks=[StopAt(3)]).step == 3
+    assert train(config, [corpus], parts, callbacks=[StopAt(2)]).step == 2
     torch.rand(5)  # the state of the process does not matter
-    assert resume(parts, callbacks=[StopAt(7)]).step == 7
+    assert resume(parts, callbacks=[StopAt(5)]).step == 5
     assert resume(parts).reason == "done"
-    assert losses(parts) == losses(whole) and len(losses(whole)) == 9
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 6
     for name in ("model.safetensors" if lora is None else "adapter_model.safetensors", "training/state.safetensors"):
         one, other = (steps_of(out)[-1] / name for out in (whole, parts))
         assert one.read_bytes() == other.read_bytes()
@@ -110,7 +110,7 @@ def test_all_weights_resume_without_the_base(corpus, tmp_path, goes_on, base):
 
     copy = tmp_path / "copy"
     shutil.copytree(base, copy)
-    train(goes_on(init=copy), [corpus], tmp_path / "run", callbacks=[StopAt(3)])
+    train(goes_on(init=copy), [corpus], tmp_path / "run", callbacks=[StopAt(2)])
     shutil.rmtree(copy)
     assert resume(tmp_path / "run").reason == "done"
 
@@ -172,7 +172,7 @@ def test_merged_is_unmerged(corpus, tmp_path, goes_on, base, listener):
     assert (there - here).abs().max() < 1e-12 and (logits(load_model(base, "float64")[0]) - here).abs().max() > 0.01
     packed = model_of(run, "float64")
     packed.pack()
-    assert torch.equal(logits(packed), here)
+    assert (logits(packed) - here).abs().max() < 1e-12
     beside.pack()  # joined weights know nothing of the adapters beside them
     assert (logits(beside) - here).abs().max() < 1e-12
     # tied stays tied: the head has no weight of its own, and the table is the base's, bit for bit
@@ -224,7 +224,7 @@ def test_a_base_that_is_gone_or_another_is_one_line(corpus, tmp_path, goes_on, b
     shutil.rmtree(copy)
     with pytest.raises(CheckpointError, match="its base cannot be opened: no such folder"):
         open_checkpoint(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="cannot resume.*cannot be opened"):
+    with pytest.raises(CheckpointError, match=r"cannot resume.*cannot be opened"):
         resume(tmp_path / "run")
     shutil.copytree(other, copy)
     with pytest.raises(CheckpointError, match="trained on another model than"):
@@ -270,9 +270,9 @@ def test_a_table_that_cannot_be_is_refused(content, said):
 
 
 def test_what_cannot_be_trained_so_is_refused_by_name(corpus, tmp_path, goes_on, base):
-    with pytest.raises(ConfigError, match="'qq' is no linear part.*did you mean 'q'"):
+    with pytest.raises(ConfigError, match=r"'qq' is no linear part.*did you mean 'q'"):
         train(goes_on(LoraConfig(targets="qq")), [corpus], tmp_path / "run")
-    with pytest.raises(ConfigError, match="data.context: 33 is beyond the limit"):
+    with pytest.raises(ConfigError, match=r"data\.context: 33 is beyond the limit"):
         train(goes_on(data={"context": 33}), [corpus], tmp_path / "run")
     config = goes_on()
     with pytest.raises(ConfigError, match=r"\[tokenizer\].*has its own tokenizer"):
