@@ -34,6 +34,7 @@ from kvad.checkpoint.generation import GENERATION, Generation, write_pooling
 from kvad.checkpoint.hf import write_tensors
 from kvad.checkpoint.hub import resolve
 from kvad.checkpoint.imported import Imported
+from kvad.checkpoint.linears import mergeable
 from kvad.checkpoint.native import load, save, save_tensors, write_json
 from kvad.checkpoint.opened import TOKENIZERS, Opened, Tensors, Training
 from kvad.checkpoint.peft import (
@@ -49,7 +50,7 @@ from kvad.checkpoint.shards import write_sharded
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
 from kvad.model.fingerprint import fingerprint_of
-from kvad.model.lora import Factors, fingerprint, mergeable, merged
+from kvad.model.lora import Factors, fingerprint, merged
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = [

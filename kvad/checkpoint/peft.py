@@ -25,9 +25,10 @@ from torch import Tensor
 
 from kvad.cache.weights import weight_shapes
 from kvad.checkpoint.hf import Family, expand
+from kvad.checkpoint.linears import mergeable
 from kvad.config import ModelConfig
 from kvad.errors import CheckpointError
-from kvad.model.lora import Factors, mergeable
+from kvad.model.lora import Factors
 
 __all__ = ["Site", "Sites", "check_config", "own_sites", "read_factors", "sites", "write_config", "write_factors"]
 

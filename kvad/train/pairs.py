@@ -109,8 +109,8 @@ class PairCorpus:
 def _framer(tokenizer: Tokenizer, said: Generation) -> Framer:
     """As a model was trained that says so.
 
-    A target is what its tokenizer makes of the text, behind the token that opens it (shifted right, as in transformers),
-    and ends with one that ends it."""
+    A target is what its tokenizer makes of the text, behind the token that opens it (shifted right, as transformers
+    does), and ends with one that ends it."""
     assert said.start is not None and said.stops
     start, stops, source = said.start, said.stops, tokenizer.source or tokenizer
 

@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
-from kvad.cache.weights import num_parameters
 from kvad.checkpoint.adapter import Adapted, AdapterForm, base_fingerprint, form_of, open_adapter, save_adapter_step
 from kvad.checkpoint.export import words_of
 from kvad.checkpoint.generation import GENERATION, Generation
 from kvad.checkpoint.imported import Imported
+from kvad.checkpoint.linears import adaptable, targeted
 from kvad.checkpoint.native import save_step
 from kvad.checkpoint.open import open_checkpoint
 from kvad.checkpoint.opened import Opened, Training
 from kvad.checkpoint.theirs import Layout
 from kvad.config import Head, ModelConfig
 from kvad.errors import CheckpointError, ConfigError, counted
-from kvad.model.lora import adapt, adaptable, factors_of, restore, targeted
+from kvad.model.lora import adapt, factors_of, restore
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 from kvad.train.config import RunConfig, TokenizerConfig
@@ -131,7 +131,9 @@ class Start:
     @property
     def parameters(self) -> tuple[int, int]:
         """(all, those that are trained), adapters among both."""
-        every = num_parameters(self.model_config)
+        config = self.model_config
+        with torch.device("meta"):
+            every = sum(parameter.numel() for parameter in Transformer(config).parameters())
         if self.config.lora is None:
             return every, every
         shapes = adaptable(self.model_config)
@@ -141,9 +143,9 @@ class Start:
     def told(self) -> list[str]:
         """What a user should know of it."""
         kind, lines = self.model_config.kind, []
-        lines.append(f"model: {self.config.init}, {kind} of {num_parameters(self.model_config):,} parameters")
+        every, learned = self.parameters
+        lines.append(f"model: {self.config.init}, {kind} of {every - learned * bool(self.parts):,} parameters")
         if self.config.lora is not None:
-            every, learned = self.parameters
             lines.append(
                 f"adapters: rank {self.config.lora.rank} beside {counted(len(self.parts), 'linear part')}, "
                 f"{learned:,} parameters ({learned / every:.2%}) are trained"

@@ -1,6 +1,6 @@
 """Adapters in PEFT's layout: what PEFT made is read with its logits, what kvad writes is what PEFT wrote.
 
-The goldens are PEFT's own (``tests/oracle/adapters.py``); what is more than two matrices a module is refused by name."""
+The goldens are PEFT's own (``tests/oracle/adapters.py``).  What is more than two matrices a module is refused."""
 
 import json
 
@@ -20,11 +20,12 @@ from kvad.checkpoint.adapter import (
 )
 from kvad.checkpoint.export import import_hf
 from kvad.checkpoint.folder import read_json
+from kvad.checkpoint.linears import adaptable, targeted
 from kvad.checkpoint.open import load_model, model_of, open_checkpoint
 from kvad.checkpoint.peft import sites
 from kvad.errors import CheckpointError, ConfigError
 from kvad.model.fresh import Fresh
-from kvad.model.lora import Factors, adaptable, merged
+from kvad.model.lora import Factors, merged
 from kvad.step import Lane, Step
 from tests.oracle import adapters, checkpoint
 
@@ -220,8 +221,6 @@ def test_a_torn_adapter_is_refused(golden, tmp_path):
 
 
 def test_matrices_of_experts_have_no_adapters(tmp_path):
-    from kvad.model.lora import targeted
-
     meta, arrays = checkpoint.load("4.57", "mixtral")
     opened = open_checkpoint(checkpoint.write(meta, arrays, tmp_path / "base"))
     assert {name.rpartition(".")[2] for name in targeted(opened.config, ["all"])} == {"q", "k", "v", "out"}

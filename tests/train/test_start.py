@@ -13,7 +13,7 @@ from kvad.checkpoint.adapter import merge, open_adapter, with_adapter
 from kvad.checkpoint.folder import steps_of
 from kvad.checkpoint.native import load, save
 from kvad.checkpoint.open import load_model, model_of, open_checkpoint
-from kvad.errors import CheckpointError, ConfigError, MemoryPlanError
+from kvad.errors import CheckpointError, ConfigError, MemoryPlanError, UsageError
 from kvad.llm import LLM
 from kvad.model.fresh import Fresh
 from kvad.model.lora import factors_of
@@ -306,3 +306,95 @@ def test_all_weights_go_on_from_an_adapter(corpus, tmp_path, goes_on):
     assert not factors_of(start.model())
     train(goes_on(init=tmp_path / "adapter", steps=1), [corpus], tmp_path / "run")
     assert load(tmp_path / "run").origin == "llama" and isinstance(tmp_path, Path)
+
+
+# ---------------------------------------------------------------- pairs
+
+
+def test_an_encoder_decoder_goes_on_whole_and_beside_adapters(tmp_path):
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("".join(f"{word}\t{word[::-1]}\n" for word in ("abc", "abcd", "bca", "dcb", "cab", "dab") * 4))
+    small = {"width": 32, "encoder.layers": 1, "decoder.layers": 1}
+    content = {
+        "model": {"preset": "transformer-tiny", "set": small},
+        "data": {"context": 12},
+        "tokenizer": {"kind": "char"},
+        "train": {"steps": 2, "batch": 2, "precision": "fp32"},
+    }
+    base = train(RunConfig.from_dict(content), [pairs], tmp_path / "base").checkpoint
+    told = open_checkpoint(base).generation
+    for lora in ({}, {"lora": {"targets": ["cross", "encoder.layers.*.mixer.v"]}}):
+        out = tmp_path / f"run{len(lora)}"
+        config = RunConfig.from_dict({**content, "model": {"init": str(base)}, "tokenizer": {}, **lora})
+        train(config, [pairs], out)
+        opened = open_checkpoint(out)
+        assert opened.generation == told and opened.config == open_checkpoint(base).config
+        tokens = [(folder / "data" / "tokens-00000.bin").read_bytes() for folder in (out, tmp_path / "base")]
+        assert tokens[0] == tokens[1], "sources and targets are framed as the model has learned them"
+        with LLM.load(out, rows=1) as llm:
+            assert llm.generate("abc", max_tokens=4).text is not None
+    parts = {name.removeprefix("decoder.layers.0.") for name in opened.factors}
+    assert parts == {"cross.q", "cross.k", "cross.v", "cross.out", "encoder.layers.0.mixer.v"}
+    assert resume(tmp_path / "run1").step == 2
+
+
+class Framing:
+    """A tokenizer that puts ``first`` before a text and ``last`` behind it."""
+
+    source = None
+
+    def __init__(self, first, last):
+        self.first, self.last = first, last
+
+    def frame(self, ids, *, language=None):
+        return [*self.first, *ids, *self.last]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said", "source", "target"),
+    [
+        (Framing([], [1]), {"start": 0, "stops": (1,)}, [7, 8, 1], [0, 7, 8, 1]),  # T5, Marian
+        (Framing([0], [2]), {"start": 2, "stops": (2,)}, [0, 7, 8, 2], [2, 0, 7, 8, 2]),  # BART
+        (Framing([], []), {"start": 3, "stops": (4,), "source_end": 4}, [7, 8, 4], [3, 7, 8, 4]),  # kvad's own
+    ],
+    ids=["t5", "bart", "own"],
+)
+def test_pairs_are_framed_as_the_model_reads_and_writes_them(tokenizer, said, source, target):
+    from kvad.checkpoint.generation import Generation
+    from kvad.train.pairs import PairCorpus
+
+    frame = PairCorpus((), 1, 0, 0, "strict", Generation(**said)).framer(tokenizer)
+    assert frame(0, [7, 8]) == source and frame(1, [7, 8]) == target
+
+
+# ---------------------------------------------------------------- the commands
+
+
+def test_the_commands_train_merge_and_generate(corpus, tmp_path, base):
+    from click.testing import CliRunner
+
+    from kvad.cli.main import cli
+
+    def kvad(*words):
+        done = CliRunner().invoke(cli, [str(word) for word in words], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    few = ("--steps", 2, "--batch", 2, "--context", 32, "--precision", "fp32")
+    run, greedy = tmp_path / "run", ("1 is", "--max-tokens", 6, "--temperature", 0)
+    kvad("train", corpus, "--init", base, "--lora", 2, "--set", "lora.targets=q,v,mlp", *few, "--out", run)
+    assert stored_run(run)[0].lora == LoraConfig(rank=2, targets="q,v,mlp")
+    kvad("train", "--resume", "--out", run)
+    kvad("merge", base, run, "--out", tmp_path / "merged")
+    said = [kvad("generate", *where, *greedy) for where in ([run], [base, "--adapter", run], [tmp_path / "merged"])]
+    assert said[0] == said[1] == said[2]
+    for wrong, what in (
+        (("train", corpus, "--lora", 2, "--out", tmp_path / "x"), "adapters stand beside a trained model"),
+        (("train", corpus, "--init", base, "--preset", "tiny", "--out", tmp_path / "x"), "model.preset: the model is"),
+        (("train", corpus, "--init", base, "--lora", 0, "--out", tmp_path / "x"), "lora.rank: must be at least 1"),
+        (("merge", base, base, "--out", tmp_path / "x"), "it is a whole model"),
+        (("merge", base, run, "--out", base), "exists"),
+    ):
+        with pytest.raises(UsageError, match=what):
+            kvad(*wrong)
+    assert not (tmp_path / "x").exists()
