@@ -82,7 +82,7 @@ def chat(model: Path, **options: Any) -> None:
     with open_llm(opened.path, options, rows=sampling_of(given, opened.generation).beams) as llm:
         if llm.tokenizer is None:
             raise RequestError("this model came without a tokenizer", "kvad generate --ids speaks in token ids")
-        dialogue = dialogue_of(opened.path, llm.tokenizer, options["system"])
+        dialogue = dialogue_of(opened.words, llm.tokenizer, options["system"])
         sampling = choose_sampling(llm, given, options["bad_word"], endless=options["endless"])
         talk = _Chat(llm, sampling, dialogue, options["sessions"] or default_folder())
         for line in _lines():

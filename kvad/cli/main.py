@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "render": ("kvad.cli.render:render", "Show the exact prompt of a chat, and its tokens."),
     "import": ("kvad.cli.importing:import_command", "Make kvad's own checkpoint of a Hugging Face model."),
     "export": ("kvad.cli.importing:export_command", "Make a Hugging Face folder of a checkpoint."),
+    "merge": ("kvad.cli.merging:merge_command", "Add an adapter (LoRA) to the weights that it stands beside."),
     "plan": ("kvad.cli.plan:plan", "How much memory will it take? Nothing is loaded."),
     "verify": ("kvad.cli.verify:verify", "Prove that the cache changes nothing."),
     "bench": ("kvad.cli.bench:bench", "Time a cache, and measure what one that forgets costs."),

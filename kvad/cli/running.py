@@ -91,6 +91,12 @@ def cache_options(command: Command) -> Command:
             type=click.Path(path_type=Path),
             help="What makes a hierarchy's summaries.",
         ),
+        click.option(
+            "--adapter",
+            metavar="FOLDER",
+            type=click.Path(path_type=Path),
+            help="A LoRA adapter, kvad's or PEFT's, merged into the weights.",
+        ),
     ]
     for option in reversed(options):
         command = option(command)
@@ -125,6 +131,7 @@ def open_llm(model: Path, options: Mapping[str, Any], *, rows: int) -> LLM:
         "blocks": options["blocks"],
         "park_dir": options["park_dir"],
         "compressor": options["compressor"],
+        "adapter": options["adapter"],
     }
     fields = {name: value for name, value in asked.items() if value is not None}
     chosen = {**formats_asked(options), **policies_asked(options), **tiers_asked(options)}

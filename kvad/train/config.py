@@ -2,7 +2,8 @@
 
 A run file has these tables::
 
-    [model]       a whole ModelConfig, or preset = "small" and what differs from it; vocab and limit may be left out
+    [model]       a whole ModelConfig, or preset = "small" and what differs from it; vocab and limit may be left out.
+                  Or init = "MODEL" alone: a checkpoint that training goes on from, with its tokenizer
     [data]        context, suffixes, documents, errors, validation, ...   DataConfig
     [tokenizer]   kind, path, vocab_size, ...                            TokenizerConfig
     [objective]   kind: what the model learns to say                     ObjectiveConfig
@@ -10,6 +11,7 @@ A run file has these tables::
     [train]       steps, minutes, batch, precision, save_every, ...      TrainConfig
     [compress]    model, ratio, recent, ...: what objective.kind = "compress" trains, in the place of [model] and
                   [tokenizer]                                            CompressConfig
+    [lora]        rank, alpha, targets, ...: adapters are trained beside a frozen model.init    LoraConfig
 
 Unknown tables and keys are refused with the nearest known name.  TOML has no null: in [model] the text "null" is one.
 Standard library only.
@@ -18,6 +20,7 @@ Standard library only.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +35,7 @@ from kvad.train.presets import PRESETS
 __all__ = [
     "CompressConfig",
     "DataConfig",
+    "LoraConfig",
     "ObjectiveConfig",
     "OptimConfig",
     "RunConfig",
@@ -42,7 +46,7 @@ __all__ = [
     "differences",
 ]
 
-TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "compress")
+TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "compress", "lora")
 FREE = ("train.log_every", "train.eval_every", "train.save_every", "train.keep")  # may change on resume: no number does
 
 
@@ -221,6 +225,39 @@ class CompressConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021; ``model/lora.py``) of ``rank``, scaled by ``alpha`` / rank (``rslora``: alpha
+    / sqrt(rank)), beside the linear parts that ``targets`` name: "all", "q,v", or a list, with dotted patterns in it.
+
+    ``dropout``: of an adapter's input, while it is trained.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: str | tuple[str, ...] = ("q", "v")
+    dropout: float = 0.0
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.rank >= 1, "lora.rank", self.rank, "at least 1")
+        _check(self.alpha > 0, "lora.alpha", self.alpha, "above 0")
+        _check(0 <= self.dropout < 1, "lora.dropout", self.dropout, "in [0, 1)")
+        if not self.names:
+            raise ConfigError("lora.targets: no part is named", 'name some, as in targets = ["q", "v"], or "all"')
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The targets, one by one."""
+        said = self.targets.split(",") if isinstance(self.targets, str) else self.targets
+        return tuple(name.strip() for name in said if name.strip())
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run.  ``model`` is the table as it was written; ``resolve`` makes a ModelConfig of it."""
 
@@ -231,6 +268,24 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     compress: CompressConfig = field(default_factory=CompressConfig)
+    lora: LoraConfig | None = None
+
+    def __post_init__(self) -> None:
+        init, others = self.model.get("init"), sorted({*self.model} - {"init"})
+        if "init" in self.model and not (isinstance(init, str) and init):
+            raise ConfigError(f"model.init: expected a checkpoint's path or name, found {init!r}")
+        if "init" in self.model and others:
+            raise ConfigError(
+                f"model.{others[0]}: the model is {init}, as it is", "leave it out, or leave model.init out"
+            )
+        if self.lora is not None and init is None:
+            raise ConfigError("[lora]: adapters stand beside a trained model", "name its checkpoint: --init MODEL")
+
+    @property
+    def init(self) -> str | None:
+        """The checkpoint that training goes on from; None of a model that begins at random."""
+        found = self.model.get("init")
+        return found if isinstance(found, str) else None
 
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> RunConfig:
@@ -248,6 +303,7 @@ class RunConfig:
             from_dict(OptimConfig, content.get("optim", {}), "optim"),
             from_dict(TrainConfig, content.get("train", {}), "train"),
             from_dict(CompressConfig, content.get("compress", {}), "compress"),
+            from_dict(LoraConfig, content["lora"], "lora") if "lora" in content else None,
         )
 
     @staticmethod
@@ -256,11 +312,17 @@ class RunConfig:
         return RunConfig.from_dict(read_toml(path))
 
     def to_dict(self) -> dict[str, Any]:
+        """As :meth:`from_dict` reads it; without [lora] where there is none."""
         content: dict[str, Any] = to_dict(self)
-        return content
+        return content if self.lora is not None else {name: content[name] for name in content if name != "lora"}
 
     def resolve(self, vocab: int) -> ModelConfig:
-        """The model's config, given the tokenizer's size: the preset, what differs from it, vocab and limit."""
+        """The model's config, given the tokenizer's size: the preset, what differs from it, vocab and limit.
+
+        ConfigError where training goes on from a checkpoint, which has its own (``start.py``).
+        """
+        if self.init is not None:
+            raise ConfigError(f"model.init: the model is {self.init}, as it is")
         table = _with_nulls(self.model)
         name = table.pop("preset", None if table.keys() & {"decoder", "encoder"} else "small")
         dotted = table.pop("set", {})

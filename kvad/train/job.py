@@ -25,8 +25,8 @@ import torch
 
 from kvad.checkpoint.folder import TRAINING, locate, read_json, steps_of
 from kvad.checkpoint.generation import Generation
-from kvad.checkpoint.native import load, save_step
-from kvad.checkpoint.opened import Opened, Training
+from kvad.checkpoint.native import load
+from kvad.checkpoint.opened import Opened, Training, read_training
 from kvad.checkpoint.theirs import Layout, choose_layout
 from kvad.config import Classes, ModelConfig, meaning
 from kvad.errors import CheckpointError, ConfigError, UsageError
@@ -44,6 +44,7 @@ from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.schedules import paced_by
 from kvad.train.speed import prepare
+from kvad.train.start import Adapters, Start, Whole, absolute, restored, start_again, start_of, whole_as
 from kvad.train.store import changed_sources
 from kvad.train.trainer import State, Trainer
 
@@ -78,7 +79,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
 ) -> Outcome:
-    """Train a new model on text files and folders, or on pairs of texts.
+    """Train a new model, or one that there is (``config.init``), on text files and folders, or on pairs of texts.
 
     ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).
     ``available``: bytes that may be taken (None: nobody knows).  Raises UsageError, DataError, ConfigError,
@@ -87,23 +88,31 @@ def train(
     check_out(out, corpus, config.data.suffixes)
     earlier = holds_run(out, overwrite)
     check_device(config.train.device)
-    kind = config.resolve(vocab=1).kind  # before a tokenizer is trained for a model that cannot be
+    config = absolute(config)
+    start = start_of(config)
+    # before a tokenizer is trained for a model that cannot be
+    kind = config.resolve(vocab=1).kind if start is None else start.model_config.kind
     tell = teller(callbacks)
     config = fitting(config, kind)
     named = named_for(config.objective.kind, corpus)
-    material = Material(config, named, tell)
-    tokenizer = material.make_tokenizer()
-    model_config = material.shaped(config.resolve(tokenizer.vocab_size))
-    _check_memory(config, model_config, available)
+    material = Material(config, named, tell, start=None if start is None else start.opened)
+    tokenizer = material.make_tokenizer() if start is None else start.tokenizer
+    model_config = material.shaped(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
+    _check_memory(config, model_config, available, start)
+    form = None if start is None else start.form()
     with nothing_left(out):
         material.open(out / "data", tokenizer)
     torch.manual_seed(config.train.seed)
-    model = Transformer(model_config)
-    if kind != "decoder":
+    model = Transformer(model_config) if start is None else start.model()
+    if kind != "decoder" and start is None:
         initialise(model)
     model.to(config.train.device)
-    layout = _layout(model_config, material.generation(tokenizer), tell)
-    run = _Run(config, named, out, model, tokenizer, material, layout, fresh=earlier)
+    for line in () if start is None else start.told():
+        tell(line)
+    if form is None:
+        form = _form(model_config, material, tokenizer, tell)
+    run = _Run(config, named, out, model, tokenizer, material, form, fresh=earlier)
+    run.begun = None if start is None else start.begun()
     return run.fit(State(), None, callbacks, clock)
 
 
@@ -123,23 +132,38 @@ def resume(
     MemoryPlanError as :func:`train` does.
     """
     stored, paths = stored_run(out)
-    checkpoint = load(out)
-    state, tokenizer = checkpoint.training, checkpoint.tokenizer
-    assert state is not None and tokenizer is not None, "stored_run has looked"
-    config, corpus = fitting(config or stored, checkpoint.config.kind), corpus or paths
-    _check_same(stored, config, checkpoint, tokenizer)
+    config, corpus = absolute(config or stored), corpus or paths
+    state = read_training(locate(out))
+    assert state is not None, "stored_run has looked"
+    begun, start = state.state.get("init"), None
+    if stored.lora is not None:
+        check_differences(stored.to_dict(), config.to_dict())
+        start = start_again(config, out, begun or {})
+    checkpoint = load(out) if start is None else start.opened
+    tokenizer = checkpoint.tokenizer
+    assert tokenizer is not None, "a run writes it"
+    config = fitting(config, checkpoint.config.kind)
+    if start is None:
+        _check_same(stored, config, checkpoint, tokenizer)
     check_device(config.train.device)
-    _check_memory(config, checkpoint.config, available)
+    _check_memory(config, checkpoint.config, available, start)
     tell = teller(callbacks)
     named = named_for(config.objective.kind, corpus)
-    material = Material(config, named, tell, template=checkpoint.path)
+    material = Material(config, named, tell, start=None if begun is None else checkpoint, template=checkpoint.path)
     open_again(material, out, tokenizer, state, tell)
     torch.manual_seed(config.train.seed)
-    model = Transformer(checkpoint.config)
-    model.load_state_dict(dict(checkpoint.weights()))  # copied: training must never write into a mapped file
+    if start is None:
+        model = Transformer(checkpoint.config)
+        model.load_state_dict(dict(checkpoint.weights()))  # copied: training must never write into a mapped file
+    else:
+        model = restored(start, out)
     model.to(config.train.device)
-    layout = _layout(checkpoint.config, material.generation(tokenizer), tell)
-    run = _Run(config, named, out, model, tokenizer, material, layout)
+    if begun is None:
+        form: Whole | Adapters = _form(checkpoint.config, material, tokenizer, tell)
+    else:
+        form = whole_as(checkpoint) if start is None else start.form()
+    run = _Run(config, named, out, model, tokenizer, material, form)
+    run.begun = begun
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
 
 
@@ -166,7 +190,7 @@ class _Run:
         model: Transformer,
         tokenizer: Tokenizer,
         material: Material,
-        layout: Layout | None,
+        form: Whole | Adapters,
         *,
         fresh: bool = False,
     ) -> None:
@@ -174,7 +198,8 @@ class _Run:
         self.corpus = as_json(corpus)
         prepare(model, config.train)
         self.optimization = Optimization(model, config.optim, config.train, model.config.width)
-        self.layout, self.fresh = layout, fresh
+        self.form, self.fresh = form, fresh
+        self.begun: dict[str, str] | None = None  # the model that it began with
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
         train = self.config.train
@@ -211,22 +236,20 @@ class _Run:
         if torch.device(self.config.train.device).type == "cuda":
             tensors["rng_device"] = torch.cuda.get_rng_state(self.config.train.device)
         content = progress(self.config, self.corpus, self.material, state)
+        if self.begun is not None:
+            content["init"] = self.begun
+        training = Training(tensors, content)
+        keep = self.config.train.keep
         with self.optimization.averaged():
-            path = save_step(
-                self.out,
-                state.step,
-                self.model.config,
-                self.model.state_dict(),
-                self.tokenizer,
-                Training(tensors, content),
-                layout=self.layout,
-                generation=self.material.generation(self.tokenizer),
-                keep=self.config.train.keep,
-                fresh=self.fresh,
-                files=self.material.files(self.tokenizer),
-            )
+            path = self.form.save(self.out, state.step, self.model, training, keep=keep, fresh=self.fresh)
         self.fresh = False
         return path
+
+
+def _form(config: ModelConfig, material: Material, tokenizer: Tokenizer, tell: Callable[[str], None]) -> Whole:
+    """Of a model that began here."""
+    said = material.generation(tokenizer)
+    return Whole(config, _layout(config, said, tell), said, tokenizer, material.files(tokenizer))
 
 
 def _layout(config: ModelConfig, generation: Generation, tell: Callable[[str], None]) -> Layout | None:
@@ -242,6 +265,9 @@ def _layout(config: ModelConfig, generation: Generation, tell: Callable[[str], N
 
 def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Opened, tokenizer: Tokenizer) -> None:
     there, here = stored.to_dict(), wanted.to_dict()
+    if stored.init is not None or wanted.init is not None:
+        check_differences(there, here)
+        return
     head = checkpoint.config.head
     labels = head.labels if isinstance(head, Classes) else ()
     model = headed(wanted.resolve(tokenizer.vocab_size), wanted.objective.kind, labels)
@@ -328,12 +354,16 @@ def nothing_left(out: Path) -> Iterator[None]:
         raise
 
 
-def _check_memory(config: RunConfig, model: ModelConfig, available: int | None) -> None:
+def _check_memory(config: RunConfig, model: ModelConfig, available: int | None, start: Start | None) -> None:
     device, precision = config.train.device, config.train.precision
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Transformer(model).parameters())
+    learned = None
+    if start is not None and config.lora is not None:
+        parameters, learned = start.parameters
     if torch.device(device).type == "cpu":  # another device's memory answers for itself
-        require(model, config, parameters, available, half=resolve_precision(precision, device) == "bf16")
+        half = resolve_precision(precision, device) == "bf16"
+        require(model, config, parameters, available, half=half, learned=learned)
 
 
 def check_device(device: str) -> None:

@@ -6,10 +6,12 @@ Everything else about training is the same for all; where they differ, it is sai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.opened import Opened
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError, UsageError
 from kvad.model.transformer import Transformer
@@ -23,9 +25,10 @@ from kvad.train.feeds import FramedCorpus, feed, generation_for, open_examples, 
 from kvad.train.objectives import EXAMPLES as OF_EXAMPLES
 from kvad.train.objectives import headed
 from kvad.train.pair_data import PairData
-from kvad.train.pairs import PairCorpus, PairPaths, generation_of, open_pairs
+from kvad.train.pairs import PairCorpus, PairPaths, open_pairs
 from kvad.train.reports import Sample
 from kvad.train.samples import greedy
+from kvad.train.start import said_by
 from kvad.train.store import TokenStore, open_store, store_key
 
 __all__ = ["Material", "Named", "as_json", "from_json", "named_for"]
@@ -66,13 +69,21 @@ class Material:
     data: TrainingData
 
     def __init__(
-        self, config: RunConfig, named: Named, tell: Callable[[str], None], template: Path | None = None
+        self,
+        config: RunConfig,
+        named: Named,
+        tell: Callable[[str], None],
+        *,
+        start: Opened | None = None,
+        template: Path | None = None,
     ) -> None:
-        """``template``: of chat, the folder of a checkpoint that has the chat template.  Raises DataError for what
-        cannot be read."""
+        """``start``: what the run began with, if it was trained before; ``template``: of chat, the folder of a
+        checkpoint that has the chat template, if that is another.  Raises DataError for what cannot be read."""
         self._config, self._tell = config, tell
+        self._said = None if start is None else said_by(start)
         self.texts: Corpus | FramedCorpus | PairCorpus | ExampleCorpus[Any]
         kind = config.objective.kind
+        template = start.path if template is None and start is not None else template
         if isinstance(named, PairPaths):
             if config.data.suffixes:
                 raise ConfigError("data.suffixes: pairs come from files that are named", "leave --suffix out")
@@ -81,7 +92,7 @@ class Material:
             if kind in OF_EXAMPLES:
                 self.texts = open_examples(config, named, template)
             else:
-                self.texts = open_pairs(named, config.data.errors)
+                self.texts = replace(open_pairs(named, config.data.errors), said=self._said)
         else:
             lines = config.data.documents == "lines"
             found = open_corpus(named, suffixes=config.data.suffixes, errors=config.data.errors, lines=lines)
@@ -123,16 +134,17 @@ class Material:
 
     def generation(self, tokenizer: Tokenizer) -> Generation:
         """What a checkpoint says about generating."""
-        return generation_for(self.data, tokenizer)
+        return generation_for(self.data, tokenizer) if self._said is None else self._said
 
     @property
     def labels(self) -> tuple[str, ...]:
         """What a text, or a word of it, may be called; () of what has no labels."""
         return tuple(getattr(self.texts, "labels", ()))
 
-    def files(self, tokenizer: Tokenizer) -> dict[str, str]:
+    def files(self, tokenizer: Tokenizer) -> dict[str, bytes]:
         """What lies in a checkpoint beside the model, by its name: the chat template."""
-        return self.texts.template_files(tokenizer) if isinstance(self.texts, ChatCorpus) else {}
+        texts = self.texts.template_files(tokenizer) if isinstance(self.texts, ChatCorpus) else {}
+        return {name: text.encode() for name, text in texts.items()}
 
     def shaped(self, model: ModelConfig) -> ModelConfig:
         """The model with the head that this objective needs.  Raises ConfigError."""
@@ -142,7 +154,7 @@ class Material:
         """What the model makes of the first held-out sources, whenever it is called; None of documents."""
         if not isinstance(self.data, PairData):
             return None
-        examples, said = self.data.examples(EXAMPLES), generation_of(tokenizer)
+        examples, said = self.data.examples(EXAMPLES), self.generation(tokenizer)
         sources = [source for source, _ in examples]
         most = min(self._config.data.context - 1, 8 + 2 * max(map(len, sources)))
 

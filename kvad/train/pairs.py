@@ -56,7 +56,8 @@ class PairPaths:
 class PairCorpus:
     """Pairs that have been looked at: ``num_pairs`` in all, the last ``num_held`` of them from files held out.
 
-    ``skipped``: pairs with an empty side, which are none of them.
+    ``skipped``: pairs with an empty side, which are none of them.  ``said``: how sources and targets begin and end for
+    the model that reads them; None: as :func:`generation_of` has it.
     """
 
     files: tuple[tuple[Source, ...], ...]
@@ -64,6 +65,7 @@ class PairCorpus:
     num_held: int
     skipped: int
     errors: str
+    said: Generation | None = None
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -79,10 +81,13 @@ class PairCorpus:
     def settings(self) -> dict[str, Any]:
         """What decides the texts, and how they are framed."""
         pairs = {"files": [len(item) for item in self.files], "held": self.num_held}
-        return {"errors": self.errors, "sources": [source.entry() for source in self.sources], "pairs": pairs}
+        framed = {} if self.said is None else {"framed": [self.said.start, self.said.source_end, *self.said.stops]}
+        return {"errors": self.errors, "sources": [source.entry() for source in self.sources], "pairs": pairs, **framed}
 
     def framer(self, tokenizer: Tokenizer) -> Framer:
-        """Raises DataError for a tokenizer without BOS or EOS."""
+        """Raises DataError for a tokenizer without BOS or EOS, where the model does not say what they are."""
+        if self.said is not None:
+            return _framer(tokenizer, self.said)
         said = generation_of(tokenizer)
         bos, eos = said.start, said.stops[0]
         assert bos is not None
@@ -99,6 +104,23 @@ class PairCorpus:
         skipped = f"; {counted(self.skipped, 'pair')} with an empty side left out" if self.skipped else ""
         files = counted(len(self.sources), "file")
         return f"corpus: {counted(self.num_pairs, 'pair')} in {files}, {num_bytes / 1e6:,.1f} MB{held}{skipped}"
+
+
+def _framer(tokenizer: Tokenizer, said: Generation) -> Framer:
+    """As a model was trained that says so.
+
+    A target is what its tokenizer makes of the text, behind the token that opens it (shifted right, as transformers
+    does), and ends with one that ends it."""
+    assert said.start is not None and said.stops
+    start, stops, source = said.start, said.stops, tokenizer.source or tokenizer
+
+    def frame(number: int, ids: list[int]) -> list[int]:
+        if number % 2 == 0:
+            return said.ended(source.frame(ids))
+        framed = [start, *tokenizer.frame(ids)]
+        return framed if framed[-1] in stops else [*framed, stops[0]]
+
+    return frame
 
 
 def generation_of(tokenizer: Tokenizer) -> Generation:

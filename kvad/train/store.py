@@ -109,7 +109,8 @@ def open_store(
             documents = write_columns(new, columns, corpus.encoded(tokenizer))
         else:
             documents = _encoded(corpus, tokenizer, frame)
-        counts = _write(new, documents, _dtype(tokenizer.vocab_size))
+        vocab = max(each.vocab_size for each in (tokenizer, tokenizer.source) if each is not None)
+        counts = _write(new, documents, _dtype(vocab))
         said = {"columns": columns} if columns else {}
         manifest = {"format": 1, "key": key, **counts, **said, **settings}
         (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -169,8 +170,18 @@ def _encoded(corpus: Texts, tokenizer: Tokenizer, frame: Framer) -> Iterator[lis
 
 
 def _framed(tokenizer: Tokenizer, texts: list[str], frame: Framer, first: int) -> Iterator[list[int]]:
-    for number, ids in enumerate(tokenizer.encode_batch(texts), first):
+    if tokenizer.source is None:
+        encoded = tokenizer.encode_batch(texts)
+    else:  # pairs, whose sources are read with another vocabulary
+        sides = {True: tokenizer.source, False: tokenizer}
+        each = {even: iter(sides[even].encode_batch(_side(texts, first, even))) for even in sides}
+        encoded = [next(each[number % 2 == 0]) for number in range(first, first + len(texts))]
+    for number, ids in enumerate(encoded, first):
         yield frame(number, ids)
+
+
+def _side(texts: list[str], first: int, even: bool) -> list[str]:
+    return [text for number, text in enumerate(texts, first) if (number % 2 == 0) == even]
 
 
 def _write(folder: Path, documents: Iterable[list[int]], dtype: str) -> dict[str, Any]:

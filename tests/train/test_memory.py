@@ -85,10 +85,25 @@ def test_the_estimate_of_an_encoder_decoder_is_near_it_too(precision):
     assert kept / 1.25 <= estimate <= 1.1 * kept, (kept, estimate)
 
 
+@pytest.mark.parametrize("name", ["plain", "gated bias", "pattern", "t5"])
+def test_the_estimate_beside_frozen_weights_is_near_it_too(name):
+    from kvad.checkpoint.linears import targeted
+    from kvad.model.lora import adapt
+
+    model = Transformer(CONFIGS[name])
+    adapt(model, targeted(CONFIGS[name], ["q", "v"]), 2, 1.0)
+    kept = kept_bytes(model, "fp32")
+    logits = 16 * min(ROWS * CONTEXT * CONFIGS[name].vocab, LOGIT_BUDGET)
+    estimate = training_bytes(CONFIGS[name], RUN, 0, ROWS, learned=0) - 48 * ROWS * CONTEXT - logits
+    assert kept / 1.5 <= estimate <= 1.25 * kept
+
+
 def test_state_rows_and_copies_are_counted():
     config = CONFIGS["plain"]
     plain = training_bytes(config, RUN, 0, ROWS)
     assert training_bytes(config, RUN, 1000, ROWS) - plain == 16_000
+    frozen = training_bytes(config, RUN, 1000, ROWS, learned=10) - training_bytes(config, RUN, 0, ROWS, learned=0)
+    assert frozen == 4_000 + 120
     assert (
         training_bytes(config, RUN, 1000, ROWS, half=True) - training_bytes(config, RUN, 0, ROWS, half=True) == 18_000
     )
