@@ -132,7 +132,7 @@ def evaluate(model: Path, data: tuple[Path, ...], task: str, as_json: bool, **op
                      texts, label the same, of labels
 
     Pairs are TSV files (`SOURCE<tab>TARGET`), or --pairs names two files; words and tags are `WORD<tab>TAG` lines with
-    an empty line between sentences; labels are `TEXT<tab>LABEL` lines.  With an option of the cache everything runs
+    an empty line between sentences; labels are `LABEL<tab>TEXT` lines.  With an option of the cache everything runs
     through such a cache: what a policy costs on your own text is one command.
 
     \b

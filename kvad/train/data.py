@@ -327,11 +327,10 @@ class Order:
 def split(
     store: TokenStore, validation: float, seed: int, documents: tuple[int, int] | None = None
 ) -> tuple[Split, Split]:
-    """Training and validation of the store, or of its ``documents`` from the first to the last.  With MANY_DOCUMENTS
-    whole documents are drawn until their share is reached; with fewer, or where no draw comes near it, the stream is
-    cut at the place.
+    """Training and validation, of the store or of its ``documents`` from the first to the last.
 
-    Raises DataError where nothing is left for one of them.
+    With MANY_DOCUMENTS whole documents are drawn until their share is reached; with fewer, or where no draw comes near
+    it, the stream is cut at the place.  Raises DataError where nothing is left for one of them.
     """
     first, last = documents or (0, store.num_documents)
     begin, end = int(store.offsets[first]), int(store.offsets[last])

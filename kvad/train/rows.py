@@ -75,7 +75,7 @@ class Shape:
 
 
 class Use(NamedTuple):
-    """What packing made of tokens: ``places`` of the rows, how many are ``taken``, and tokens ``cropped`` (lost)."""
+    """What packing made of the tokens: ``places`` of the rows, how many are ``taken``, tokens ``cropped`` (lost)."""
 
     rows: int
     places: int

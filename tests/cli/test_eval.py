@@ -177,9 +177,9 @@ def test_refusals(capsys, decoder, text, arguments, says):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("the\tD\ndog\n", "line 2: no tab"),
+        ("the\tD\ndog\n", "line 2: one column"),
         ("the\tD\tx\n", "line 1: 3 columns"),
-        ("the\t\n", "an empty column"),
+        ("the\t\n", "the tag is empty"),
         ("\n", "no tagged words"),
     ],
 )
