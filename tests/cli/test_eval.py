@@ -147,7 +147,7 @@ def test_tags_and_labels(capsys, folder):
     ran = run(capsys, "eval", tagger, path)
     assert "1 of labels that the model lacks: X" in ran.out and "macro-F1" in ran.out
     classifier = write_encoder(folder / "classifier", "row", ("good", "bad"))
-    (folder / "labels.tsv").write_text("the dog barks\tgood\na cat\tbad\n")
+    (folder / "labels.tsv").write_text("good\tthe dog barks\nbad\ta cat\n")
     line = said(run(capsys, "eval", classifier, folder / "labels.tsv", "--json"))
     assert line["task"] == "classify" and line["count"] == 2
 
