@@ -147,7 +147,7 @@ class Shelf:
         """What ``read(header, section)`` makes of an entry.  EntryError (its ``why`` is counted) where it cannot be
         read whole: a damaged entry is removed; OSError: the disk failed, and the entry is given up."""
         try:
-            with open_entry(self._path(key), self._disk) as entry:
+            with open_entry(self._path(key), self._disk, whole=True) as entry:
                 answer = read(entry.header, entry.read)
                 count = entry.header.nbytes
         except EntryError as error:
