@@ -117,6 +117,7 @@ class Tiers:
             kept = None if self._attic is None else self._attic.get(name, groups)
             if kept is not None and self._attic is not None:
                 opening = self._attic.opening(kept, groups)
+                ticket.packed = any(group in kept.packed for group in groups)
                 if kept.packed:
                     self._coming_in += 1
                     next(self._next).put(partial(_unpack, weakref.ref(self), opening, ticket))

@@ -25,7 +25,7 @@ from kvad.cli.running import Interrupt, cache_options, open_llm, read_stdin
 from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
 from kvad.errors import EntryError, SaveError, UsageError, counted
 
-__all__ = ["as_saved", "session", "sessions_option"]
+__all__ = ["as_saved", "saved", "session", "sessions_option"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 SHOWN = 32  # tokens at the end of a session
@@ -113,10 +113,9 @@ def load(model: Path, name: str, no_save: bool, as_json: bool, **options: Any) -
     kvad session load runs/demo notes --prompt "In short: " --max-tokens 64 --temperature 0
     """
     given, text = read_sampling(options), _text(options)
-    path = named(name, _folder(options))
-    saved = _session(path)
+    path, header = saved(name, options)
     policies_asked(options)
-    with open_llm(model, as_saved(options, saved), rows=1) as llm:
+    with open_llm(model, as_saved(options, header), rows=1) as llm:
         opened = llm.session(path)
         opened.name = name
         before, sampling = len(opened.tokens), choose_sampling(llm, given, options["bad_word"])
@@ -198,8 +197,7 @@ def show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
     kvad session show notes
     kvad session show notes --model runs/demo
     """
-    path = named(name, _folder(options))
-    header = _session(path)
+    path, header = saved(name, options)
     told: dict[str, Any] = {"name": name, "path": path, **_summary(header), "identity": dict(header.identity)}
     if model is not None:
         from kvad.text.tokenizer import load_tokenizer
@@ -245,6 +243,13 @@ def rm(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
 
 
 # ---------------------------------------------------------------- what they share
+
+
+def saved(name: str, options: Mapping[str, Any]) -> tuple[Path, Header]:
+    """The file of session ``name``, and its header.  UsageError: there is none; EntryError: it is damaged, or another
+    file."""
+    path = named(name, _folder(options))
+    return path, _session(path)
 
 
 def as_saved(options: Mapping[str, Any], header: Header) -> dict[str, Any]:
