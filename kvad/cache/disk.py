@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DISK", "Buffer", "Disk", "Listed", "user_cache"]
+from kvad.aside import leftovers
+
+__all__ = ["DISK", "Buffer", "Disk", "Listed", "remove_leftovers", "user_cache"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -124,6 +128,18 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def remove_leftovers(folder: Path, ours: Callable[[str], bool], disk: Disk = DISK) -> int:
+    """Remove what dead writers left half written under names that are ``ours``; how many files.  One that the disk
+    keeps, or that another process has swept, is left alone; OSError: the folder cannot be looked at."""
+    count = 0
+    for left in leftovers(folder):
+        with suppress(OSError):
+            if left.kind == "tmp" and ours(left.name) and not left.in_use:
+                disk.remove(left.path)
+                count += 1
+    return count
 
 
 def user_cache(name: str) -> Path:

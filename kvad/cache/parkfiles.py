@@ -24,8 +24,8 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Literal, NamedTuple
 
-from kvad.aside import aside, leftovers
-from kvad.cache.disk import DISK, Disk
+from kvad.aside import aside
+from kvad.cache.disk import DISK, Disk, remove_leftovers
 from kvad.cache.entry import Section, open_entry, write_entry
 from kvad.cache.worker import Worker
 from kvad.errors import ConfigError, EntryError, KvadError
@@ -66,7 +66,7 @@ class ParkFiles:
                 raise PermissionError(13, "Permission denied")
         except OSError as error:
             raise ConfigError(f"park_dir: {folder}: {error.strerror}", "name a folder that can be written to") from None
-        self.swept = self._sweep()
+        self.swept = remove_leftovers(folder, lambda name: NAME in name, disk)
         self._hand = _Hand(disk, clock)
         self._worker = Worker("kvad-parking") if worker is None else worker
         self._paths: dict[int, Path] = {}
@@ -123,16 +123,6 @@ class ParkFiles:
         self._worker.stop()
         self.done()
         self.pending = 0
-
-    def _sweep(self) -> int:
-        """Remove what processes that died have left; returns how many files."""
-        count = 0
-        for each in leftovers(self.folder):
-            with suppress(OSError):
-                if NAME in each.name and each.kind == "tmp" and not each.in_use:
-                    self.disk.remove(each.path)
-                    count += 1
-        return count
 
 
 def _give_up(worker: Worker, hand: _Hand, key: int, path: Path) -> None:

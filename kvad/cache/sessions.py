@@ -12,12 +12,11 @@ import re
 import sys
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from kvad.aside import leftovers
-from kvad.cache.disk import DISK, Disk
+from kvad.cache.disk import DISK, Disk, remove_leftovers
 from kvad.cache.entry import Header, open_entry, read_header
 from kvad.errors import EntryError, UsageError
 
@@ -118,13 +117,7 @@ def history(path: Path, last: int, disk: Disk = DISK) -> list[int]:
 
 def sweep(folder: Path, disk: Disk = DISK) -> int:
     """Remove what dead writers left of sessions; how many there were.  A disk that refuses is left alone."""
-    swept = 0
-    for left in leftovers(folder):
-        with suppress(OSError):  # another process may have swept it
-            if left.name.endswith(SUFFIX) and not left.in_use:
-                disk.remove(left.path)
-                swept += 1
-    return swept
+    return remove_leftovers(folder, lambda name: name.endswith(SUFFIX), disk)
 
 
 def _looked(path: Path, disk: Disk, *, whole: bool) -> Found:
