@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -20,10 +20,13 @@ from kvad.cache.formats import FORMATS, find_format
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from rich.console import Console
 
 __all__ = ["console", "emit_json", "format_bytes", "json_line", "json_option", "model_argument", "parse_bytes"]
-__all__ += ["FORMAT", "SIZE", "Size", "given", "token_ids", "words_folder"]
+__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "since", "token_ids", "words_folder"]
+
+Counts = TypeVar("Counts", bound="DataclassInstance")
 
 # Whether the folder is a checkpoint is for kvad.checkpoint to say: it names what is missing.
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
@@ -62,6 +65,7 @@ class Size(click.ParamType[int]):
 
 
 FORMAT, SIZE = _FormatName(), Size()
+Line = tuple[str, str]  # of statistics: what it is about, and what there is to say
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?b?)\s*", re.IGNORECASE)
 
@@ -69,6 +73,12 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?
 def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Those of a command's options that were given."""
     return {name: options[name] for name in names if options.get(name) is not None}
+
+
+def since(before: Counts, now: Counts, names: Iterable[str]) -> Counts:
+    """``now``, but of these counts what has come since ``before``."""
+    moved = {name: getattr(now, name) - getattr(before, name) for name in names}
+    return dataclasses.replace(now, **moved)
 
 
 def token_ids(text: str, flag: str) -> list[int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvad.cli.common import Size, format_bytes, given
+from kvad.cli.common import Line, Size, format_bytes, given
 from kvad.errors import counted
 
 if TYPE_CHECKING:
@@ -101,23 +101,22 @@ def tier_use(llm: LLM) -> TierUse | None:
     )
 
 
-def tier_lines(use: TierUse | None) -> list[str]:
+def tier_lines(use: TierUse | None) -> list[Line]:
     if use is None:
         return []
     reasons = ", ".join(f"{count} {why}" for why, count in sorted(use.misses.items())) or "none"
     moved = f"{format_bytes(use.out_bytes)} out of the pool, {format_bytes(use.into_bytes)} into it"
     places = f"{use.ram_tokens:,} from RAM, {use.disk_tokens:,} from disk"
     lines = [
-        f"hits       {counted(use.pool_tokens, 'token')} from the pool, {places}; misses: {reasons}",
-        f"moved      {moved}; {counted(use.evictions, 'block')} evicted, {use.failures} failed, {use.late} late",
+        ("hits", f"{counted(use.pool_tokens, 'token')} from the pool, {places}; misses: {reasons}"),
+        ("moved", f"{moved}; {counted(use.evictions, 'block')} evicted, {use.failures} failed, {use.late} late"),
     ]
     if use.ram_blocks:
-        lines.append(
-            f"tier RAM   {counted(use.ram_blocks, 'block')}, {use.ram_packed} packed, {format_bytes(use.ram_bytes)}"
-        )
+        held = f"{use.ram_packed} packed, {format_bytes(use.ram_bytes)}"
+        lines.append(("tier RAM", f"{counted(use.ram_blocks, 'block')}, {held}"))
     if use.disk_limit:
-        held = f"{format_bytes(use.disk_bytes)} of {format_bytes(use.disk_limit)}"
-        lines.append(f"tier disk  {counted(use.disk_blocks, 'block')}, {use.pinned} pinned, {held}")
+        held = f"{use.pinned} pinned, {format_bytes(use.disk_bytes)} of {format_bytes(use.disk_limit)}"
+        lines.append(("tier disk", f"{counted(use.disk_blocks, 'block')}, {held}"))
     if use.off:
-        lines.append(f"tier disk  off: {use.off}")
+        lines.append(("tier disk", f"off: {use.off}"))
     return lines
