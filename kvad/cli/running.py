@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvad.llm import LLM
 
 __all__ = ["Interrupt", "cache_options", "deterministic_option", "format_options", "formats_asked", "open_llm"]
-__all__ += ["read_stdin"]
+__all__ += ["read_stdin", "read_text"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -117,6 +117,20 @@ def read_stdin() -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"standard input is not UTF-8 at byte {error.start} (0x{raw[error.start]:02X})") from None
+
+
+def read_text(prompt: str | None, file: Path | None) -> str:
+    """The text of --prompt, or of its --file; - is standard input, and "" what nobody said.  DataError: not UTF-8."""
+    if prompt is not None and file is not None:
+        raise click.UsageError("--prompt and --file both given: one of them is the text.")
+    if prompt == "-" or str(file) == "-":
+        return read_stdin()
+    if file is None:
+        return prompt or ""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 at byte {error.start}") from None
 
 
 class Interrupt:
