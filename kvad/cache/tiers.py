@@ -27,12 +27,12 @@ from functools import partial
 from pathlib import Path
 
 from kvad.cache.attic import Attic, AtticStats
+from kvad.cache.config import TIER_QUEUE
 from kvad.cache.deposits import Name, Ticket
 from kvad.cache.disk import Buffer
 from kvad.cache.entry import Header, Section
 from kvad.cache.identity import Identity
 from kvad.cache.shelf import Shelf, ShelfStats
-from kvad.cache.sizing import TIER_QUEUE
 from kvad.cache.worker import Worker
 from kvad.errors import EntryError
 
