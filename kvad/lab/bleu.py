@@ -50,7 +50,8 @@ def require() -> None:
 
 def overlap(said: Sequence[str], references: Sequence[str], form: Form | None = None) -> Overlap:
     """Of as many texts as references, at least one."""
-    from sacrebleu.metrics import BLEU, CHRF
+    from sacrebleu.metrics.bleu import BLEU
+    from sacrebleu.metrics.chrf import CHRF
 
     assert len(said) == len(references) > 0, "a text for every reference"
     form = form or Form()
