@@ -82,12 +82,15 @@ def base_fingerprint(opened: Opened) -> str:
 
 @dataclass(frozen=True)
 class AdapterForm:
-    """How adapters of one base are written: ``names`` "peft" where the base has a family, else "kvad"."""
+    """How adapters of one base are written: ``names`` "peft" where the base has a family, else "kvad".
+
+    ``base``: what it was opened by, as a run; ``folder``: where its config.json is, which is what PEFT opens."""
 
     config: ModelConfig
     sites: Sites
     names: str
     base: str
+    folder: str
     fingerprint: str
     words: Mapping[str, bytes]
 
@@ -102,9 +105,9 @@ def form_of(opened: Opened, where: str, fingerprint: str) -> AdapterForm:
     """For adapters of ``opened``, which ``where`` names; its ``fingerprint`` as :func:`base_fingerprint` gives it."""
     known = _sites(opened)
     found = own_sites(opened.config) if known is None else known
-    return AdapterForm(
-        opened.config, found, "kvad" if known is None else "peft", where, fingerprint, words_of(opened.path)
-    )
+    names = "kvad" if known is None else "peft"
+    folder = str(opened.path.resolve()) if Path(where).is_dir() else where  # a name on the hub stays one
+    return AdapterForm(opened.config, found, names, where, folder, fingerprint, words_of(opened.path))
 
 
 def _sites(opened: Opened) -> Sites | None:
@@ -132,7 +135,7 @@ def save_adapter(
 
     tensors, modules = write_factors(form.sites, mergeable(form.config), factors)
     settings = {"rank": rank, "alpha": alpha, "rslora": rslora, "dropout": dropout}
-    content = write_config(form.sites, modules, kind=form.config.kind, base=form.base, **settings)  # type: ignore[arg-type]
+    content = write_config(form.sites, modules, kind=form.config.kind, base=form.folder, **settings)  # type: ignore[arg-type]
     said = {"kvad": __version__, "format": FORMAT, "names": form.names, "parts": list(factors)}
     with new_folder(folder, replaces=replaces) as new:
         write_json(new / CONFIG_NAME, content)
