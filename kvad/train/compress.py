@@ -139,6 +139,8 @@ def _opened(config: RunConfig) -> tuple[Opened, Tokenizer]:
     if config.data.context > opened.config.limit:
         raise ConfigError(f"data.context: {config.data.context} is beyond the model's limit of {opened.config.limit}")
     wanted.check_context(config.data.context)
+    if config.data.packing not in ("auto", "split") or not (config.data.reset and config.data.isolate):
+        raise ConfigError("data: a compressor learns from rows cut from the corpus", "leave packing, reset and isolate")
     return opened, opened.tokenizer
 
 

@@ -101,10 +101,12 @@ class DocumentData:
     they are too few for a row of each split, ConfigError for a packing that the order cannot have.
     """
 
-    def __init__(self, store: TokenStore, config: RunConfig, parts: Sequence[Part] = ()) -> None:
+    def __init__(
+        self, store: TokenStore, config: RunConfig, parts: Sequence[Part] = (), vocab: int | None = None
+    ) -> None:
         data, train = config.data, config.train
         self._data, self._train, self._store = data, train, store
-        self._shape = shape_of(config)
+        self._shape = shape_of(config, vocab=vocab)
         rows = train.batch * train.accumulate
         parts = parts or [Part(0, store.num_documents)]
         splits, self._sources = list[tuple[Split, Split]](), list[CircleRows | FittedRows]()

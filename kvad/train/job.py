@@ -45,7 +45,6 @@ from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.schedules import paced_by
 from kvad.train.speed import prepare
 from kvad.train.start import Adapters, Start, Whole, absolute, restored, start_again, start_of, whole_as
-from kvad.train.store import changed_sources
 from kvad.train.trainer import State, Trainer
 
 __all__ = [
@@ -85,7 +84,8 @@ def train(
     ``available``: bytes that may be taken (None: nobody knows).  Raises UsageError, DataError, ConfigError,
     TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
-    check_out(out, corpus, config.data.suffixes)
+    for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
+        check_out(out, source, config.data.suffixes)
     earlier = holds_run(out, overwrite)
     check_device(config.train.device)
     config = absolute(config)
@@ -304,9 +304,10 @@ def open_again(
 ) -> None:
     """The data of a run that goes on.  ConfigError where its corpus has changed."""
     if material.key(tokenizer) != state.state["data"]:
-        changed = ", ".join(changed_sources(out / "data", material.texts)[:3])
+        changed = ", ".join(material.changed(out / "data")[:3])
         raise ConfigError(f"cannot resume {out}: its corpus has changed{': ' + changed if changed else ''}")
     material.open(out / "data", tokenizer)
+    material.seek(state.state.get("position"))
     if state.state.get("threads") != torch.get_num_threads():
         tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")
 
@@ -316,7 +317,8 @@ def progress(config: RunConfig, corpus: Any, material: Material, state: State) -
     return {
         "run": config.to_dict(),
         "corpus": corpus,
-        "data": material.store.fingerprint,
+        "data": material.fingerprint,
+        "position": material.position(),
         "progress": dataclasses.asdict(state),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

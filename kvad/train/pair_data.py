@@ -104,13 +104,21 @@ class PairData:
     ConfigError for a configuration that documents alone can have.
     """
 
-    def __init__(self, store: TokenStore, config: RunConfig, held: int, pad: int, parts: Sequence[Part] = ()) -> None:
-        """``parts``: the sources of a mixture, in pairs of the store."""
+    def __init__(
+        self,
+        store: TokenStore,
+        config: RunConfig,
+        held: int,
+        pad: int,
+        parts: Sequence[Part] = (),
+        vocab: int | None = None,
+    ) -> None:
+        """``parts``: the sources of a mixture, in pairs of the store; ``vocab``: what no token id may reach."""
         data, train = config.data, config.train
         if data.order != "epochs":
             raise ConfigError(f"data.order: {data.order} is for documents", "pairs are taken in epochs")
         self._train, self._store, self._context = train, store, data.context
-        self._shape, fit, num_rows = shape_of(config, pad), fit_of(data), train.batch * train.accumulate
+        self._shape, fit, num_rows = shape_of(config, pad, vocab), fit_of(data), train.batch * train.accumulate
         self._fits = self._fitting(store, data.context)
         parts = parts or [Part(0, store.num_documents // 2, held=held)]
         seeds = [train.seed if len(parts) == 1 else part_seed(train.seed, number) for number in range(len(parts))]

@@ -18,6 +18,7 @@ Places are drawn by (seed, step, row in the step).  The token that opens a targe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from kvad.errors import ConfigError
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.train.config import ObjectiveConfig, RunConfig
-from kvad.train.data import Batch
+from kvad.train.data import Batch, Part
 from kvad.train.masking import TRAINING, draws
 from kvad.train.objective import Autocast, NextToken, slices
 from kvad.train.pair_data import PairData
@@ -51,8 +52,16 @@ def share_of(options: ObjectiveConfig, steps: int, step: int) -> float:
 class SampledPairs(PairData):
     """Pairs of which some places of the decoder are drawn.  ConfigError where nobody says over how many steps."""
 
-    def __init__(self, store: TokenStore, config: RunConfig, held: int, pad: int) -> None:
-        super().__init__(store, config, held, pad)
+    def __init__(
+        self,
+        store: TokenStore,
+        config: RunConfig,
+        held: int,
+        pad: int,
+        parts: Sequence[Part] = (),
+        vocab: int | None = None,
+    ) -> None:
+        super().__init__(store, config, held, pad, parts, vocab)
         self._options, self._seed = config.objective, config.train.seed
         steps = config.objective.sampling_steps or config.train.last_step
         if steps is None:
