@@ -21,7 +21,7 @@ from kvad.train.pairs import ROLES, PairCorpus, PairPaths, generation_of, open_p
 from kvad.train.prepared import Prepared, asked_for, is_prepared
 from kvad.train.reports import Sample
 from kvad.train.samples import greedy
-from kvad.train.store import TokenStore, changed_sources, joined_key, open_store, store_key
+from kvad.train.store import TokenStore, changed_sources, damaged_files, joined_key, open_store, store_key
 from kvad.train.stream import SequentialData, Units, units_of_store, units_of_texts
 
 __all__ = ["Material", "Named", "as_json", "from_json", "named_for"]
@@ -81,6 +81,22 @@ class Material:
     @property
     def _prepared(self) -> list[Prepared]:
         return [texts for texts in self._all if isinstance(texts, Prepared)]
+
+    def only(self) -> Corpus | PairCorpus:
+        """The texts, where they are one corpus that is not prepared; else UsageError."""
+        (texts,) = self._all if len(self._all) == 1 else (None,)
+        if texts is None or isinstance(texts, Prepared):
+            raise UsageError("prepared data is among what is named, and only texts can be prepared", "leave it out")
+        return texts
+
+    def checked(self) -> DocumentData | PairData | SequentialData:
+        """The data of an opened run, as ``check.py`` asks it."""
+        assert isinstance(self.data, (DocumentData, PairData, SequentialData))
+        return self.data
+
+    def damaged(self) -> list[Path]:
+        """Files of prepared data that are not what their manifest says; reads all of them."""
+        return [p.folder / name for p in self._prepared for name in damaged_files(p.folder, p.manifest)]
 
     def make_tokenizer(self) -> Tokenizer:
         """The one that is named, or that prepared data came with, or one trained on all texts (of pairs, on both

@@ -157,7 +157,7 @@ def fill_store(
     pieces = encoded(corpus, tokenizer, progress)
     counts = _write(folder, pieces, _dtype(tokenizer.vocab_size))
     settings = _settings(corpus, tokenizer)
-    manifest = {"format": 1, "key": store_key(corpus, tokenizer), **counts, **settings, **(more or {})}
+    manifest = {"format": 1, "key": store_key(corpus, tokenizer), **settings, **(more or {}), **counts}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
 

@@ -8,7 +8,8 @@ import pytest
 
 from kvad.errors import ConfigError, DataError
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train import readers, store as store_module
+from kvad.train import readers
+from kvad.train import store as store_module
 from kvad.train.config import RunConfig
 from kvad.train.corpus import open_corpus
 from kvad.train.data import DocumentData, Part
@@ -119,7 +120,7 @@ def test_rows_are_the_same_wherever_one_begins(texts, small, tmp_path, kind, pac
 
 
 def test_every_token_is_read_once_an_epoch_and_says_what_stands_behind_it(texts, small, tmp_path):
-    _, stored, store = sources("documents", texts, tmp_path)
+    _, stored, _store = sources("documents", texts, tmp_path)
     found = data(stored, pairs=False, shuffle=3)
     source = found.sources[0]
     units = [unit for unit in stored(0) if not source.held(unit.place)]
@@ -140,7 +141,7 @@ def test_every_token_is_read_once_an_epoch_and_says_what_stands_behind_it(texts,
 
 
 def test_a_document_that_goes_on_in_a_piece_held_out_has_nothing_behind_it(texts, small, tmp_path):
-    _, stored, store = sources("documents", texts, tmp_path)
+    _, stored, _store = sources("documents", texts, tmp_path)
     source = data(stored, pairs=False).sources[0]
     ends = [u.follow for u in source._chosen(0, held=False) if not u.closes and source.held(u.place + 1)]
     assert ends and set(ends) == {-1}
