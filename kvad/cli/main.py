@@ -32,6 +32,7 @@ __all__ = ["COMMANDS", "LazyGroup", "cli", "explain", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("kvad.cli.demo:demo", "Train a small model here and now, and prove its cache."),
     "corpus": ("kvad.cli.corpus:corpus", "Make texts to train on that every machine can make."),
+    "data": ("kvad.cli.data:data", "Prepare texts for training; prove what packing promises."),
     "train": ("kvad.cli.train:train", "Train a model on text files."),
     "eval": ("kvad.cli.evaluate:evaluate", "How well does a model do on texts, pairs or labels?"),
     "generate": ("kvad.cli.generate:generate", "Continue a prompt."),

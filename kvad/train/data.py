@@ -106,7 +106,7 @@ class DocumentData:
     ) -> None:
         data, train = config.data, config.train
         self._data, self._train, self._store = data, train, store
-        self._shape = shape_of(config, vocab=vocab)
+        self.shape = shape_of(config, vocab=vocab)
         rows = train.batch * train.accumulate
         parts = parts or [Part(0, store.num_documents)]
         splits, self._sources = list[tuple[Split, Split]](), list[CircleRows | FittedRows]()
@@ -124,7 +124,7 @@ class DocumentData:
     def micro_batches(self, step: int) -> list[Batch]:
         train = self._train
         rows = self.rows(np.arange(train.batch * train.accumulate) + step * train.batch * train.accumulate)
-        return [collate(rows[low : low + train.batch], self._shape) for low in range(0, len(rows), train.batch)]
+        return [collate(rows[low : low + train.batch], self.shape) for low in range(0, len(rows), train.batch)]
 
     def rows(self, numbers: Ints) -> list[Row]:
         """Rows by number, as segments (``rows.py``)."""
@@ -133,7 +133,7 @@ class DocumentData:
     def evaluation(self) -> Iterator[Batch]:
         data, train = self._data, self._train
         for starts, length in evaluation_rows(self.validation, data.context, train.eval_tokens, train.batch):
-            yield collate(self.validation.segments(starts, length), self._shape)
+            yield collate(self.validation.segments(starts, length), self.shape)
 
     def use(self) -> Use:
         """Of the first epoch of all sources together."""

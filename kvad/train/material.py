@@ -23,7 +23,7 @@ from kvad.train.data import DocumentData, Part, TrainingData
 from kvad.train.examples import ExampleCorpus
 from kvad.train.feeds import FramedCorpus, feed, generation_for, open_examples, roles_for
 from kvad.train.objectives import EXAMPLES as OF_EXAMPLES
-from kvad.train.objectives import headed
+from kvad.train.objectives import fitting, headed
 from kvad.train.pair_data import PairData
 from kvad.train.pairs import PairCorpus, PairPaths, generation_of, open_pairs
 from kvad.train.prepared import Prepared, asked_for, is_prepared
@@ -31,7 +31,7 @@ from kvad.train.reports import Sample
 from kvad.train.samples import greedy
 from kvad.train.sampling import SampledPairs
 from kvad.train.start import said_by
-from kvad.train.store import TokenStore, changed_sources, joined_key, open_store, store_key
+from kvad.train.store import TokenStore, changed_sources, damaged_files, joined_key, open_store, store_key
 from kvad.train.stream import SequentialData, Units, units_of_store, units_of_texts
 
 __all__ = ["Material", "Named", "as_json", "from_json", "named_for"]
@@ -86,6 +86,8 @@ class Material:
 
         Raises DataError for what cannot be read, UsageError and ConfigError for what cannot be meant.
         """
+        if config.objective.kind == "auto":  # nobody has asked the model: what is named says it
+            config = fitting(config, "encoder-decoder" if isinstance(named, PairPaths) else "decoder")
         self._config, self._tell = config, tell
         self._said = None if start is None else said_by(start)
         kind = config.objective.kind
@@ -123,6 +125,26 @@ class Material:
     @property
     def _prepared(self) -> list[Prepared]:
         return [texts for texts in self._all if isinstance(texts, Prepared)]
+
+    def only(self) -> Corpus | PairCorpus:
+        """The texts, where they are one corpus that is not prepared; else UsageError."""
+        (texts,) = self._all if len(self._all) == 1 else (None,)
+        if texts is None or isinstance(texts, Prepared):
+            raise UsageError("prepared data is among what is named, and only texts can be prepared", "leave it out")
+        if not _is_raw(texts):
+            kind = self._config.objective.kind
+            raise UsageError(f"objective.kind: {kind} reads its texts in a form of its own", "kvad train prepares them")
+        return texts
+
+    def checked(self) -> DocumentData | PairData | SequentialData:
+        """The data of an opened run, as ``check.py`` asks it."""
+        if not isinstance(self.data, (DocumentData, PairData, SequentialData)):
+            raise UsageError(f"objective.kind: {self._config.objective.kind} cannot be checked", "next-token can")
+        return self.data
+
+    def damaged(self) -> list[Path]:
+        """Files of prepared data that are not what their manifest says; reads all of them."""
+        return [p.folder / name for p in self._prepared for name in damaged_files(p.folder, p.manifest)]
 
     def make_tokenizer(self) -> Tokenizer:
         """The one that is named, or that prepared data came with, or one trained on all texts (of pairs, on both

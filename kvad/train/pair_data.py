@@ -118,14 +118,14 @@ class PairData:
         if data.order != "epochs":
             raise ConfigError(f"data.order: {data.order} is for documents", "pairs are taken in epochs")
         self._train, self._store, self._context = train, store, data.context
-        self._shape, fit, num_rows = shape_of(config, pad, vocab), fit_of(data), train.batch * train.accumulate
+        self.shape, fit, num_rows = shape_of(config, pad, vocab), fit_of(data), train.batch * train.accumulate
         self._fits = self._fitting(store, data.context)
         parts = parts or [Part(0, store.num_documents // 2, held=held)]
         seeds = [train.seed if len(parts) == 1 else part_seed(train.seed, number) for number in range(len(parts))]
         chosen = [self._choose(part, data, seed) for part, seed in zip(parts, seeds, strict=True)]
 
         def packed(pairs: Ints) -> PairRows:
-            return PairRows(store, pairs, data.context, pad, fit=fit, shape=self._shape)
+            return PairRows(store, pairs, data.context, pad, fit=fit, shape=self.shape)
 
         self._held = np.concatenate([found["validation"] for found in chosen])
         self.sources = [packed(found["training"]) for found in chosen]
@@ -165,7 +165,7 @@ class PairData:
     def micro_batches(self, step: int) -> list[Batch]:
         train = self._train
         rows = self.rows(np.arange(train.batch * train.accumulate) + step * train.batch * train.accumulate)
-        return [collate(rows[low : low + train.batch], self._shape) for low in range(0, len(rows), train.batch)]
+        return [collate(rows[low : low + train.batch], self.shape) for low in range(0, len(rows), train.batch)]
 
     def rows(self, numbers: Ints) -> list[Row]:
         """Rows by number, as segments (``rows.py``)."""

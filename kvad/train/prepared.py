@@ -23,7 +23,7 @@ from kvad.train.corpus import Corpus
 from kvad.train.pairs import PairCorpus
 from kvad.train.store import MANIFEST, OFFSETS, Progress, TokenStore, fill_store
 
-__all__ = ["Prepared", "asked_for", "is_prepared", "prepare"]
+__all__ = ["Prepared", "asked_for", "check_free", "is_prepared", "prepare"]
 
 VERSION = 1
 TOKENIZER = "tokenizer"
@@ -38,7 +38,10 @@ class Prepared:
         wrong = f"{folder} cannot be used"
         if self.manifest["prepared"] != VERSION:
             raise DataError(f"{wrong}: it was prepared by another version of kvad", "prepare it again")
-        _check_files(folder, self.manifest)
+        try:
+            _check_files(folder, self.manifest)
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{wrong}: its manifest is damaged ({error})", "prepare it again") from None
         self.tokenizer: Tokenizer = load_tokenizer(folder / TOKENIZER)
         self.check(self.tokenizer, f"{folder / TOKENIZER} is")
         self.store = TokenStore(folder, self.manifest)
@@ -93,9 +96,7 @@ def prepare(
     Raises UsageError where something is there (``overwrite``: prepared data gives way), DataError for what cannot be
     read, SaveError if the disk refuses.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not (overwrite and is_prepared(out)):
-        hint = "--overwrite lets it give way" if is_prepared(out) else "choose another --out"
-        raise UsageError(f"{out} is not empty", hint)
+    check_free(out, overwrite)
     texts.framer(tokenizer)
     pairs = isinstance(texts, PairCorpus)
     more = {
@@ -109,6 +110,13 @@ def prepare(
     with new_folder(out) as new:
         tokenizer.save(new / TOKENIZER)
         return fill_store(new, texts, tokenizer, more, progress=progress)
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """UsageError where something is there that may not give way."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not (overwrite and is_prepared(out)):
+        hint = "--overwrite lets it give way" if is_prepared(out) else "choose another --out"
+        raise UsageError(f"{out} is not empty", hint)
 
 
 def asked_for(prepared: Prepared, wanted: TokenizerConfig) -> bool:

@@ -169,7 +169,7 @@ def fill_store(
     vocab = max(each.vocab_size for each in (tokenizer, tokenizer.source) if each is not None)
     counts = _write(folder, pieces, _dtype(vocab))
     more = {**({"columns": columns} if columns else {}), **(more or {})}
-    manifest = {"format": 1, "key": store_key(corpus, tokenizer), **counts, **_settings(corpus, tokenizer), **more}
+    manifest = {"format": 1, "key": store_key(corpus, tokenizer), **_settings(corpus, tokenizer), **more, **counts}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
 

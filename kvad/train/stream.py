@@ -333,7 +333,7 @@ class SequentialData:
         data, train = config.data, config.train
         if data.order == "stream" and train.eval_tokens == 0:
             raise ConfigError("train.eval_tokens: 0 is all of what is held out, which a stream does not know", "65536")
-        self._train, self._what, self._shape = train, what, shape_of(config, pad, vocab)
+        self._train, self._what, self.shape = train, what, shape_of(config, pad, vocab)
         fit = fit_of(data) if pairs else None if data.packing in ("auto", "split") else data.packing
         seeds = [train.seed if len(sources) == 1 else part_seed(train.seed, number) for number in range(len(sources))]
         self.sources = [
@@ -358,7 +358,7 @@ class SequentialData:
     def micro_batches(self, step: int) -> list[Batch]:
         train = self._train
         rows = self.rows(np.arange(train.batch * train.accumulate) + step * train.batch * train.accumulate)
-        return [collate(rows[low : low + train.batch], self._shape) for low in range(0, len(rows), train.batch)]
+        return [collate(rows[low : low + train.batch], self.shape) for low in range(0, len(rows), train.batch)]
 
     def rows(self, numbers: Ints) -> list[Row]:
         """Rows by number, as segments (``rows.py``)."""
@@ -366,7 +366,7 @@ class SequentialData:
 
     def evaluation(self) -> Iterator[Batch]:
         batch = self._train.batch
-        return (collate(self._held[low : low + batch], self._shape) for low in range(0, len(self._held), batch))
+        return (collate(self._held[low : low + batch], self.shape) for low in range(0, len(self._held), batch))
 
     def examples(self, count: int) -> list[tuple[list[int], list[int]]]:
         """The first held-out pairs as ids: a source as the encoder reads it, a target with its frame."""
@@ -395,6 +395,6 @@ class SequentialData:
         if any(source.left_out for source in self.sources):
             lines.append(
                 f"left out so far: {counted(sum(s.left_out for s in self.sources), 'pair')} longer than the context "
-                f"of {self._shape.context}"
+                f"of {self.shape.context}"
             )
         return [*lines, f"packed: of the first {counted(use.rows, 'row')}, {use.told()}"]

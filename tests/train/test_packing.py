@@ -258,7 +258,7 @@ def turned(x, positions, rotary):
 def test_the_switches_are_a_mask_by_document_and_position(decoder, fit, reset, isolate):
     data = DocumentData(STORE, config(packing=fit, reset=reset, isolate=isolate))
     rows = data.rows(np.arange(3))
-    batch = collate(rows, data._shape)
+    batch = collate(rows, data.shape)
     hidden = decoder(batch.step, Fresh(decoder.config, exact=True))
     width = batch.step.lanes[0].new
     real = np.concatenate([r * width + np.arange(sum(len(p.tokens) for p in row)) for r, row in enumerate(rows)])
@@ -282,7 +282,7 @@ def test_a_window_counts_the_tokens_of_the_row_where_documents_are_not_isolated(
 def test_pairs_that_are_not_isolated_see_all_sources_of_their_row_and_no_padding(model):  # noqa: F811
     data = PairData(SMALL, config(12, isolate=False, validation=0.2), 1, PAD)
     rows = data.rows(np.arange(2))
-    batch = collate(rows, data._shape)
+    batch = collate(rows, data.shape)
     assert batch.step.documents is None and (batch.step.source.order < 0).any()
     logits = model.logits(model(batch.step, Fresh(model.config)), batch.step.wanted)
     changed = batch.step.source.tokens.clone()
