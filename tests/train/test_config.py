@@ -36,15 +36,17 @@ def test_an_empty_run_file_is_the_defaults():
 def test_a_preset_and_what_differs_from_it(name):
     plain = run(model={"preset": name}).resolve(300)
     assert (plain.vocab, plain.limit) == (300, 256)
+    side = "encoder" if plain.decoder is None else "decoder"
     table = {
         "preset": name,
-        "limit": 1024,
-        "decoder": {"layers": 3},
-        "set": {"decoder.kinds.L.mixer.heads": 24, "decoder.kinds.L.mixer.head_dim": 8},
+        "limit": 128 if isinstance(plain.embed.position, LearnedPositions) else 1024,  # a table has as many rows
+        side: {"layers": 3},
+        "set": {f"{side}.kinds.L.mixer.heads": 24, f"{side}.kinds.L.mixer.head_dim": 8},
     }
     other = run(model=table, data={"context": 128}).resolve(300)
-    assert other.limit == 1024 and other.decoder.layers == 3 and other.decoder.layer(0).mixer.heads == 24
-    assert other.decoder.layer(0).mlp == plain.decoder.layer(0).mlp
+    stack, before = getattr(other, side), getattr(plain, side)
+    assert other.limit == table["limit"] and stack.layers == 3 and stack.layer(0).mixer.heads == 24
+    assert stack.layer(0).mlp == before.layer(0).mlp
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_a_chat_model_answers_and_stops(corpora, tmp_path):
     prompt = template.render([{"role": "user", "content": "fish"}], generation_prompt=True).text
     with LLM.load(tmp_path / "run") as llm:
         said = llm.generate(llm.tokenizer.encode(prompt, specials=True), max_tokens=20, temperature=0)
-    assert said.text in WORDS["NOUN"] and said.reason == "stop"
+    assert said.text in WORDS["NOUN"] and said.finish_reason == "stop"
 
 
 def final(out):

@@ -164,13 +164,9 @@ def test_parallel_files_with_files_held_out(tmp_path, pair_config, listener):
         resume(out)
 
 
-def test_a_documents_model_takes_no_pairs_and_an_encoder_neither(reversals, tmp_path, run_config, pair_config):
+def test_a_documents_model_takes_no_pairs(reversals, tmp_path, run_config, pair_config):
     with pytest.raises(UsageError, match=r"pairs are for an encoder-decoder.*--preset transformer-tiny"):
         train(run_config(), PairPaths(((reversals,),)), tmp_path / "run")
-    encoder = {"width": 32, "encoder": {"layers": 1, "kinds": {"L": {"mixer": {"heads": 2, "causal": False},
-               "mlp": {"kind": "plain", "hidden": 8}}}}}  # fmt: skip
-    with pytest.raises(ConfigError, match="an encoder alone cannot be trained yet"):
-        train(pair_config(model=encoder), [reversals], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"data\.suffixes"):
         train(pair_config(data={"suffixes": [".tsv"]}), [reversals], tmp_path / "run")
     train_tokenizer("byte", []).save(tmp_path / "mute")

@@ -363,7 +363,7 @@ def test_pairs_are_framed_as_the_model_reads_and_writes_them(tokenizer, said, so
     from kvad.checkpoint.generation import Generation
     from kvad.train.pairs import PairCorpus
 
-    frame = PairCorpus((), 1, 0, 0, "strict", Generation(**said)).framer(tokenizer)
+    frame = PairCorpus((), 1, 0, 0, "strict", said=Generation(**said)).framer(tokenizer)
     assert frame(0, [7, 8]) == source and frame(1, [7, 8]) == target
 
 
