@@ -8,14 +8,12 @@ from kvad.checkpoint.native import load
 from kvad.cli.main import main
 from kvad.errors import UsageError
 from kvad.lab.callbacks import CheckCache, Continue, Translate
-from kvad.train.config import RunConfig
 from kvad.train.job import train
 from kvad.train.metrics import read_metrics
 from tests.train.conftest import corpus, run_config  # noqa: F401  fixtures
 
 PAIRS = [("ab" * n + "c", "c" + "ba" * n) for n in range(1, 5)] * 12
-SMALL = {"width": 16, "encoder.layers": 1, "decoder.layers": 1}
-SMALL |= {"encoder.kinds.L.mlp.hidden": 16, "decoder.kinds.L.mlp.hidden": 16}
+SMALL = ("width=16", "encoder.layers=1", "decoder.layers=1", "train.log_every=1", "train.save_every=2")
 
 
 @pytest.fixture
@@ -23,17 +21,6 @@ def pairs(tmp_path):
     path = tmp_path / "pairs.tsv"
     path.write_text("".join(f"{source}\t{target}\n" for source, target in PAIRS))
     return path
-
-
-def pair_run(steps=2):
-    return RunConfig.from_dict(
-        {
-            "model": {"preset": "transformer-tiny", "set": SMALL},
-            "data": {"context": 16},
-            "tokenizer": {"kind": "char"},
-            "train": {"steps": steps, "batch": 2, "eval_every": 1, "save_every": 2, "precision": "fp32"},
-        }
-    )
 
 
 def lines(out, kind):
@@ -57,10 +44,15 @@ def test_watched_or_not_a_run_is_the_same_to_the_bit(corpus, run_config, tmp_pat
 
 
 def test_of_pairs_the_cache_is_checked_and_bleu_is_measured(pairs, tmp_path):
-    train(pair_run(), [pairs], tmp_path / "run", callbacks=[CheckCache(), Translate(3), Continue(["abc"], tokens=4)])
+    run = ["train", pairs, "--out", tmp_path / "run", "--preset", "transformer-tiny", "--tokenizer", "char"]
+    run += ["--context", 16, "--batch", 2, "--steps", 2, "--eval-every", 1, "--precision", "fp32"]
+    run += [part for each in SMALL for part in ("--set", each)]
+    assert main([str(each) for each in (*run, "--check-cache", "--bleu", 3, "--prompt", "ca")]) == 0
     found = lines(tmp_path / "run", "measured")
     assert [(line["step"], line["what"]) for line in found] == [(1, "cache"), (1, "bleu"), (2, "cache"), (2, "bleu")]
     assert all(line["max_dlogit"] <= line["tolerance"] for line in found if line["what"] == "cache")
+    said = [sample["source"] for line in lines(tmp_path / "run", "samples") for sample in line["samples"]]
+    assert said.count("ca") == 2
     bleu = found[-1]
     assert bleu["pairs"] == 3 and 0 <= bleu["bleu"] <= 100 and "|tok:13a|" in bleu["signature"]
 
