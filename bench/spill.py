@@ -50,8 +50,10 @@ class Row:
         self.before = self.moved()
 
     def moved(self) -> tuple[int, int, int]:
-        spill = self.engine.memory.spill
-        return (0, 0, 0) if spill is None else spill.stats()[:3]
+        if self.engine.memory.spill is None:
+            return 0, 0, 0
+        stats = self.engine.memory.spill.stats()
+        return stats.written, stats.from_ram, stats.from_disk
 
     def files(self) -> list[int]:
         spill = self.engine.memory.spill

@@ -4,7 +4,8 @@
     python bench/tiers.py 135m --folder /var/tmp/tier
 
 One JSON line per measure.  ``disk``: bytes per second of blocks that a row is fetched, through tickets, checksums and
-all, beside the same bytes read from one file, with the page cache dropped and with it warm, by turns.  ``first token``:
+all, beside the same bytes read from one file, into one small buffer and into memory that is kept, with the page cache
+dropped and with it warm, by turns.  ``first token``:
 seconds to the first token of a prompt of 2,048 tokens, missed, and found in the pool, in RAM and on disk.
 ``bookkeeping``: microseconds of processor time per token for hashes, names, claims and publishing, without tiers and
 with one that keeps nothing and one that has all.  Random weights.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -64,11 +66,12 @@ def drop(paths: list[Path]) -> None:
         os.close(file)
 
 
-def sequential(path: Path) -> float:
-    """Seconds to read a file, a mebibyte at a time."""
-    piece, file, at = bytearray(1 << 20), os.open(path, os.O_RDONLY), 0
+def sequential(path: Path, *, kept: bool) -> float:
+    """Seconds to read a file, a mebibyte at a time: all into one place, or ``kept``, into memory that is new."""
+    size, piece, file, at = path.stat().st_size, memoryview(bytearray(1 << 20)), os.open(path, os.O_RDONLY), 0
     began = time.perf_counter()
-    while count := os.preadv(file, [piece], at):
+    whole = memoryview(mmap.mmap(-1, size)) if kept else None
+    while count := os.preadv(file, [piece if whole is None else whole[at : at + (1 << 20)]], at) if at < size else 0:
         at += count
     seconds = time.perf_counter() - began
     os.close(file)
@@ -105,15 +108,21 @@ def disk(folder: Path, size: int, count: int, repeats: int) -> None:
         for _ in range(count):
             file.write(block)
     paths = [whole, *(folder / "blocks").glob("*.kv")]
+    ways = {
+        "tier": lambda: fetched(folder / "blocks", names, size),
+        "sequential": lambda: sequential(whole, kept=False),
+        "sequential_kept": lambda: sequential(whole, kept=True),
+    }
     for state in ("cold", "warm"):
-        ours, theirs = [], []
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(repeats):
-            if state == "cold":
-                drop(paths)
-            theirs.append(sequential(whole))
-            ours.append(fetched(folder / "blocks", names, size))
-        rate = [size * count / statistics.median(each) / 1e6 for each in (ours, theirs)]
-        numbers = {"tier_mb_s": round(rate[0]), "sequential_mb_s": round(rate[1]), "ratio": round(rate[0] / rate[1], 3)}
+            for way, read in ways.items():
+                if state == "cold":
+                    drop(paths)
+                seconds[way].append(read())
+        rates = {way: size * count / statistics.median(each) / 1e6 for way, each in seconds.items()}
+        numbers = {f"{way}_mb_s": round(rate) for way, rate in rates.items()}
+        numbers |= {f"of_{way}": round(rates["tier"] / rates[way], 3) for way in list(ways)[1:]}
         told(
             f"disk {state}", block_bytes=size, blocks=count, written_mb_s=round(size * count / written / 1e6), **numbers
         )

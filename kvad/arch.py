@@ -14,6 +14,7 @@ __all__ = [
     "Alibi",
     "Attention",
     "Classes",
+    "Dropout",
     "DynamicScaling",
     "Embedding",
     "Experts",
@@ -188,6 +189,21 @@ class Norm:
     bias: bool = False
     unit_offset: bool = False  # the weight is stored as w - 1 (Gemma)
     weight: bool = True  # False: no weight at all (OLMo)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Shares of numbers that training sets to zero, what is left divided by what remains (Srivastava et al. 2014).
+
+    ``embedding``: of the vectors that enter a stack (the sums with positions, normed where the embedding norms them);
+    ``residual``: of what each branch adds to the stream (both: Vaswani et al. 2017, sec. 5.4); ``attention``: of the
+    weights of the softmax; ``hidden``: of an MLP's activations.  Outside training nothing is dropped.
+    """
+
+    embedding: float = 0.0
+    residual: float = 0.0
+    attention: float = 0.0
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from kvad.arch import (
     Alibi,
     Attention,
     Classes,
+    Dropout,
     DynamicScaling,
     Embedding,
     Experts,
@@ -48,6 +49,7 @@ __all__ = [
     "Alibi",
     "Attention",
     "Classes",
+    "Dropout",
     "DynamicScaling",
     "Embedding",
     "Experts",
@@ -114,6 +116,7 @@ class ModelConfig:
     source: Source | None = None
     head: Head | Classes | Pooled = field(default_factory=Head)
     tie: bool = True
+    dropout: Dropout = field(default_factory=Dropout)
 
     @property
     def kind(self) -> Literal["decoder", "encoder", "encoder-decoder"]:
@@ -266,6 +269,9 @@ def _check_model(config: ModelConfig) -> None:
     _check_embedding(config.width, config.embed, config.limit, "embed")
     _check_source(config)
     _check_head(config)
+    for name, share in to_dict(config.dropout).items():
+        if not 0 <= share < 1:
+            raise ConfigError(f"dropout.{name}: must be in [0, 1), found {share}")
 
 
 def _check_stack(config: ModelConfig, stack: Stack, where: str) -> None:

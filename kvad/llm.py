@@ -29,6 +29,7 @@ from kvad.cache.full import with_endless
 from kvad.cache.planning import available_bytes, plan_memory, require
 from kvad.cache.sessions import default_folder, named, sweep
 from kvad.cache.sizing import CacheConfig
+from kvad.checkpoint.adapter import Adapted, with_adapter
 from kvad.checkpoint.compressor import load_compressor
 from kvad.checkpoint.compressor_folder import read_summaries
 from kvad.checkpoint.generation import Generation
@@ -72,6 +73,7 @@ class LLM:
         park_dir: str | Path | None = None,
         name: str = "",
         template: str = "",
+        adapter: str = "",
     ) -> None:
         self.name, self.template = name, template  # what sessions say of it; the chat template's fingerprint
         self.model, self.tokenizer, self.cache = model.eval(), tokenizer, cache
@@ -86,6 +88,7 @@ class LLM:
             compressor=compressor,
             stop_tokens=ends,
             park_dir=park_dir,
+            adapter=adapter,
         )
         self.texts = Texts(model.config, tokenizer, self.generation, endless=self.engine.cache.endless)
         self._desk = Desk(self.engine)
@@ -101,6 +104,7 @@ class LLM:
         cache_keys: str | torch.dtype | None = None,
         cache_values: str | torch.dtype | None = None,
         compressor: str | Path | None = None,
+        adapter: str | Path | None = None,
         revision: str | None = None,
         deterministic: bool = False,
         park_dir: str | Path | None = None,
@@ -115,13 +119,15 @@ class LLM:
         when it or the cache is full ``on_full=``; ``endless=True`` alone is ``on_full="sinks"``; ``spill_ram=`` and
         ``spill_dir=`` say where ``on_full="spill"`` puts older tokens.  ``compressor``: a
         folder or a run of ``kvad train --objective compress``, which makes the summaries of
-        ``policy="hierarchy(...)"``.  ``tier=``: a folder in which the prefix cache outlives the pool and the process,
-        of at most ``tier_bytes``; ``tier_ram``: bytes of host memory for blocks that the pool had to give up.
+        ``policy="hierarchy(...)"``.  ``adapter``: a LoRA adapter's folder or run, kvad's or PEFT's, that is merged into
+        the weights; where ``path`` is such a folder itself, its base is the one that it names.  ``tier=``: a folder in
+        which the prefix cache outlives the pool and the process, of at most ``tier_bytes``; ``tier_ram``: bytes of host
+        memory for blocks that the pool had to give up.
         ``park_dir``: a folder for rows that give way when there is no room for them in ``park_ram`` bytes of memory.
         ``deterministic``: what a request gets is the same, bit for bit, alone and in any batch (CPU only, slower:
         docs/performance.md).
 
-        Raises CheckpointError for a folder that is not a whole checkpoint, and for another model's compressor;
+        Raises CheckpointError for a folder that is not a whole checkpoint, and another model's compressor or adapter;
         UsageError for a device that is not there, ConfigError for a dtype or a cache that cannot be, or a machine on
         which ``deterministic`` does not hold, MemoryPlanError (before it is allocated) for a cache that would not fit.
         """
@@ -135,6 +141,8 @@ class LLM:
                 f"memory= and {next(iter(cache), 'cache_dtype')}= both given", "put it in the CacheConfig"
             )
         opened = open_checkpoint(path, revision=revision)
+        if adapter is not None:
+            opened = with_adapter(opened, Path(adapter))
         computed = _computed_dtype(opened, dtype, where)
         config = memory if memory is not None else default_cache(opened.config, cache_dtype or computed, **cache)
         stored = None if compressor is None else read_summaries(Path(compressor))
@@ -156,7 +164,8 @@ class LLM:
             compressor=learned,
             park_dir=park_dir,
             name=str(path),
-            template=template_fingerprint(opened.path),
+            template=template_fingerprint(opened.words),
+            adapter=opened.adapter_fingerprint if isinstance(opened, Adapted) else "",
         )
 
     # ------------------------------------------------------------ text out

@@ -65,10 +65,19 @@ class Lane(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What decides visibility: ``position`` (int64, -1 = nothing there) and, in packed training, ``document``."""
+    """What decides visibility: ``position`` (int64, -1 = nothing there) and, in packed training, ``document``.
+
+    ``order``: the place in the row, where positions restart and documents see those before them; -1 = never seen.
+    """
 
     position: Tensor
     document: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def place(self) -> Tensor:
+        """What says who comes before whom: by (document, position), where a row's documents stand one after another."""
+        return self.position if self.order is None else self.order
 
 
 class Place(NamedTuple):
@@ -95,6 +104,9 @@ class Step(NamedTuple):
 
     ``segments`` [T] int64: rows of the segment table, where an encoder has one (None: row 0 for all).
 
+    ``order`` [T] int64: who comes before whom, where ``positions`` do not say it: packed documents whose positions
+    restart and that are not isolated.  Encodings read positions, masks read this (:class:`Mark`).
+
     ``source``: an encoder's tokens, encoded whole before the decoder's.  In Fresh its lanes stand beside the decoder's,
     one for one, and row r of a lane attends to the source row ``r // (rows / source rows)``.  In a cache a source is
     written in a step without decoder tokens, and its ``places`` are those of the cross-attention groups.
@@ -109,6 +121,7 @@ class Step(NamedTuple):
     places: tuple[Place, ...] = ()
     source: Step | None = None
     segments: Tensor | None = None
+    order: Tensor | None = None
 
 
 class Attends(Protocol):
@@ -134,7 +147,7 @@ class Reach:
 
     ``causal``: a query sees keys at its own position and before.  ``window`` counts visible keys, oneself included:
     causal ``0 <= q - k < window``, bidirectional ``|q - k| < window``.  A key at position < 0 is never visible, and
-    tokens of different documents never see each other.
+    tokens of different documents never see each other.  Where marks have an ``order``, it stands for "position" here.
 
     What a policy lets go is a rule of the same kind, so every query of a chunk sees what it would see alone.
     ``sinks``: the first so many positions stay visible beside the window (Xiao et al. 2023, StreamingLLM).  ``grain``:
@@ -175,14 +188,15 @@ class Reach:
 
     def allows(self, q: Mark, k: Mark) -> Tensor:
         """Visibility [..., L, S] of keys ``k`` ([..., S]) to queries ``q`` ([..., L])."""
-        ahead = q.position.unsqueeze(-1) - k.position.unsqueeze(-2)
-        seen = (k.position >= 0).unsqueeze(-2)
+        queries, keys = q.place, k.place
+        ahead = queries.unsqueeze(-1) - keys.unsqueeze(-2)
+        seen = (keys >= 0).unsqueeze(-2)
         if self.causal:
             seen = seen & (ahead >= 0)
             if self.window is not None:
-                seen = seen & self._recent(q, k, ahead)
+                seen = seen & self._recent(queries, keys, ahead)
             if self.outer is not None:
-                seen = seen & (self.distance(q.position, k.position) < self.outer)
+                seen = seen & (self.distance(queries, keys) < self.outer)
         elif self.window is not None:
             seen = seen & (ahead.abs() < self.window)
         else:
@@ -191,15 +205,15 @@ class Reach:
             seen = seen & (q.document.unsqueeze(-1) == k.document.unsqueeze(-2))
         return seen
 
-    def _recent(self, q: Mark, k: Mark, ahead: Tensor) -> Tensor:
+    def _recent(self, queries: Tensor, keys: Tensor, ahead: Tensor) -> Tensor:
         assert self.window is not None
         if self.grain == 1:
             recent = ahead < self.window
         else:
-            first = (q.position - self.window + 1).clamp(min=0)
+            first = (queries - self.window + 1).clamp(min=0)
             first = (first + self.grain - 1) // self.grain * self.grain
-            recent = k.position.unsqueeze(-2) >= first.unsqueeze(-1)
-        return recent | (k.position < self.sinks).unsqueeze(-2) if self.sinks else recent
+            recent = keys.unsqueeze(-2) >= first.unsqueeze(-1)
+        return recent | (keys < self.sinks).unsqueeze(-2) if self.sinks else recent
 
     def distance(self, q: Tensor, k: Tensor) -> Tensor:
         """q - k [..., L, S] as a position encoding is to see it, of positions q [..., L] and k [..., S]."""
@@ -253,13 +267,15 @@ class Bias(Protocol):
 
 class Score(NamedTuple):
     """How q.k becomes a logit, as data: ``softcap(scale * rotate(q).rotate(k)) + bias``; ``sink_logits`` [H] join the
-    softmax's denominator only (a head may attend to nothing)."""
+    softmax's denominator only (a head may attend to nothing).  ``dropout``: the share of the softmax's weights that
+    training sets to zero; 0 wherever a cache reads."""
 
     scale: float
     softcap: float | None = None
     rotary: Rotary | None = None
     bias: Slopes | Buckets | Bias | None = None
     sink_logits: Tensor | None = None
+    dropout: float = 0.0
 
 
 class View(Protocol):

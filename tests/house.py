@@ -58,6 +58,7 @@ WITHOUT_TORCH = [
     "kvad.cache.away",
     "kvad.cache.blocks",
     "kvad.cache.chains",
+    "kvad.cache.config",
     "kvad.cache.growth",
     "kvad.cache.rules",
     "kvad.cache.disk",

@@ -52,6 +52,7 @@ def whole() -> ModelConfig:
         embed=cfg.Embedding(cfg.LearnedPositions(80, offset=2), 2.0, norm),
         head=cfg.Head(bias=True, softcap=30.0, scale=0.25),
         tie=False,
+        dropout=cfg.Dropout(0.1, 0.2, 0.3, 0.4),
     )
 
 

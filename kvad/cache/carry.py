@@ -18,6 +18,7 @@ from kvad.cache.sizing import Group, group_bytes
 
 __all__ = ["Host", "carry_in", "carry_out", "piece_sizes"]
 
+AT_ONCE = 8  # blocks
 Carried = Sequence[tuple[int, Sequence[Sequence[int]]]]
 
 
@@ -59,30 +60,37 @@ def carry_out(memory: Holder, host: Host, stores: Carried) -> None:
         if not own:
             continue
         parts = [arrays[name].contiguous().view(torch.uint8).flatten(1) for name in _names(memory, index)]
-        for number, raw in zip(own, torch.cat(parts, 1), strict=True):
-            pieces[number][index] = memoryview(raw.clone().numpy())  # its own memory: it outlives its neighbours
+        for at, number in enumerate(own):
+            piece = torch.cat([part[at] for part in parts])  # memory of its own: it outlives its neighbours
+            pieces[number][index] = piece.numpy().data
     for number, given in pieces.items():
         host.give(number, given)
 
 
 def carry_in(memory: Holder, host: Host, loads: Carried) -> None:
-    """Fill each block with what the host lends."""
-    if not loads:
-        return
-    lent = {number: host.take(number) for number, _ in loads}
-    blocks, numbers = _by_group(memory, loads)
-    state = {}
-    for index, own in enumerate(numbers):
-        if not own:
-            continue
-        raw, at = torch.stack([torch.frombuffer(bytearray(lent[each][index]), dtype=torch.uint8) for each in own]), 0
-        for name, array in _names(memory, index).items():
-            shape = array.shape[1:]
-            size = shape.numel() * array.element_size()
-            state[name] = raw[:, at : at + size].contiguous().view(array.dtype).view(len(own), *shape)
-            at += size
-        assert at == raw.shape[1], f"a piece of {raw.shape[1]} bytes for a block of {at}"
-    memory.put_row(blocks, state)
+    """Fill each block with what the host lends, AT_ONCE blocks at a time: what is made on the way stays small."""
+    for low in range(0, len(loads), AT_ONCE):
+        some = loads[low : low + AT_ONCE]
+        lent = {number: host.take(number) for number, _ in some}
+        blocks, numbers = _by_group(memory, some)
+        state = {}
+        for index, own in enumerate(numbers):
+            if not own:
+                continue
+            pieces, at = [_bytes(lent[each][index]) for each in own], 0
+            for name, array in _names(memory, index).items():
+                shape = array.shape[1:]
+                size = shape.numel() * array.element_size()
+                raw = torch.stack([piece[at : at + size] for piece in pieces])
+                state[name] = raw.view(array.dtype).view(len(own), *shape)
+                at += size
+            assert at == len(pieces[0]), f"a piece of {len(pieces[0])} bytes for a block of {at}"
+        memory.put_row(blocks, state)
+
+
+def _bytes(piece: Buffer) -> Tensor:
+    """[N] uint8, where they are if torch may have them there: it would warn of memory that cannot be written."""
+    return torch.frombuffer(bytearray(piece) if memoryview(piece).readonly else piece, dtype=torch.uint8)
 
 
 def _names(memory: Holder, index: int) -> dict[str, Tensor]:

@@ -133,10 +133,11 @@ class Chains:
         if longest >= self._size:
             self.hits += bool(chain)
             self.misses += not chain
-        if self.deposits is not None and fetch is not None and len(chain) < longest // self._size:
-            self.deposits.hits.misses[why or fetch.why() or "moved"] += 1
         if chain:
             self._hold(row, seat, chain, tokens, fetch)
+        if self.deposits is not None and fetch is not None:
+            short = len(chain) < longest // self._size
+            self.deposits.admitted(row, (why or fetch.why() or "moved") if short else "")
         length = len(chain) * self._size
         self.hit_tokens += length
         return length

@@ -27,7 +27,19 @@ from kvad.cache.disk import Buffer
 from kvad.cache.sizing import CacheConfig, Group
 from kvad.errors import ConfigError
 
-__all__ = ["Deposits", "Fetch", "Name", "Ticket", "Tier", "TierHits", "check_shared", "name_of", "proof"]
+__all__ = [
+    "Came",
+    "Deposits",
+    "Fetch",
+    "Found",
+    "Name",
+    "Ticket",
+    "Tier",
+    "TierHits",
+    "check_shared",
+    "name_of",
+    "proof",
+]
 
 
 def check_shared(cache: CacheConfig, placed: Sequence[Group]) -> None:
@@ -50,13 +62,15 @@ class Name(NamedTuple):
 
 
 class Ticket:
-    """One block on its way: ``pieces`` by group when it came, ``why`` not where it did not; ``place``: from where."""
+    """One block on its way: ``pieces`` by group when it came, ``why`` not where it did not; ``place``: from where,
+    ``packed``: where it lay packed."""
 
-    __slots__ = ("__weakref__", "done", "groups", "name", "pieces", "place", "why")
+    __slots__ = ("__weakref__", "done", "groups", "name", "packed", "pieces", "place", "why")
 
     def __init__(self, name: Name, groups: tuple[int, ...]) -> None:
         self.name, self.groups = name, groups
         self.done, self.place, self.why = False, "", ""
+        self.packed = False
         self.pieces: Mapping[int, Buffer] | None = None
 
     def came(self, pieces: Mapping[int, Buffer], place: str) -> None:
@@ -158,6 +172,25 @@ class TierHits:
     misses: Counter[str] = field(default_factory=Counter)
 
 
+class Came(NamedTuple):
+    """A block that a tier gave back: the ``depth``-th of its row, of these groups; ``place``: "ram", "packed" (in
+    RAM) or "disk"."""
+
+    depth: int
+    groups: tuple[int, ...]
+    place: str
+    nbytes: int
+
+
+class Found(NamedTuple):
+    """What a row was admitted with of the tiers.  ``passed``: so many blocks before those, which a window has passed;
+    ``why`` its chain is not longer: "" where there is no more of it."""
+
+    came: tuple[Came, ...] = ()
+    passed: int = 0
+    why: str = ""
+
+
 class Load(NamedTuple):
     """One block that a row waits for: its bytes, and where they go, per group."""
 
@@ -174,6 +207,7 @@ class Deposits:
         self._loads: dict[int, tuple[list[Load], Prefix]] = {}  # by row; and the furthest block that it was fetched
         self.told: dict[int, Prefix] = {}  # by row: loaded, and not committed yet
         self.hits = TierHits()
+        self.found: dict[int, Found] | None = None  # by row, of its admission, until it commits; None: nobody asks
 
     # ------------------------------------------------------------ out
 
@@ -224,6 +258,16 @@ class Deposits:
         if passed:  # a window has passed what comes before: whatever brought the rest made it free
             self.hits.tokens[fetch.tickets[next(iter(missing))].place] += passed * size
         self._loads[row] = loads, last
+        if self.found is not None:
+            came = (_came(prefix, fetch.tickets[prefix], tuple(blocks)) for prefix, blocks in missing.items())
+            self.found[row] = Found(tuple(came), passed)
+
+    def admitted(self, row: int, why: str) -> None:
+        """The tiers were asked for a row, and its chain is as long as it will be; ``why`` it is not longer."""
+        if why:
+            self.hits.misses[why] += 1
+        if self.found is not None:
+            self.found[row] = self.found.get(row, Found())._replace(why=why)
 
     def waits(self, row: int) -> bool:
         """Are the row's blocks still empty?"""
@@ -232,6 +276,8 @@ class Deposits:
     def left(self, row: int) -> Prefix | None:
         """The row gives its blocks back, or has committed: the furthest block that it was fetched and nobody has seen
         come out right."""
+        if self.found is not None:
+            self.found.pop(row, None)
         waiting = self._loads.pop(row, None)
         return self.told.pop(row, None if waiting is None else waiting[1])
 
@@ -259,3 +305,9 @@ class Deposits:
 
     def _by_group(self, blocks: dict[int, int]) -> tuple[tuple[int, ...], ...]:
         return tuple((blocks[index],) if index in blocks else () for index in range(self._num_groups))
+
+
+def _came(prefix: Prefix, ticket: Ticket, groups: tuple[int, ...]) -> Came:
+    assert ticket.pieces is not None
+    nbytes = sum(memoryview(ticket.pieces[group]).nbytes for group in groups)
+    return Came(prefix.depth, groups, "packed" if ticket.packed else ticket.place, nbytes)

@@ -5,6 +5,9 @@ that forgets what was not flushed when the power goes (``tests/cache/disks.py``)
 flush the pages count as clean and may be lost (Rebello et al. 2020, USENIX ATC, "Can applications recover from fsync
 failures?"), so what was being written is given up.
 
+Beside it stands what every folder of stored things needs: which names a user may give, where it lies if nobody says,
+and how what dead writers left is removed.
+
 Reads are ``pread`` into memory of ours, never a mapping: a mapped file that is cut while it is read kills the process.
 Standard library only.
 """
@@ -13,13 +16,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["DISK", "Buffer", "Disk", "Listed", "user_cache"]
+from kvad.aside import leftovers
+from kvad.errors import UsageError
+
+__all__ = ["DISK", "Buffer", "Disk", "Listed", "is_name", "no_name", "remove_leftovers", "user_cache"]
 
 Buffer = bytes | bytearray | memoryview
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SHOWN = 80  # characters of what is no name
 PRIVATE = 0o600  # what a cache holds can be read back as text
 
 
@@ -124,6 +135,31 @@ class Disk:
 
 
 DISK = Disk()
+
+
+def remove_leftovers(folder: Path, ours: Callable[[str], bool], disk: Disk = DISK) -> int:
+    """Remove what dead writers left half written under names that are ``ours``; how many files.  One that the disk
+    keeps, or that another process has swept, is left alone; OSError: the folder cannot be looked at."""
+    count = 0
+    for left in leftovers(folder):
+        with suppress(OSError):
+            if left.kind == "tmp" and ours(left.name) and not left.in_use:
+                disk.remove(left.path)
+                count += 1
+    return count
+
+
+def is_name(name: str) -> bool:
+    """Letters, digits, dots, dashes and underscores, the first a letter or a digit: it leads out of no folder."""
+    return NAME.fullmatch(name) is not None
+
+
+def no_name(name: str, what: str) -> UsageError:
+    """``name`` is none, "of a session" say."""
+    shown = name if len(name) <= SHOWN else f"{name[:SHOWN]}..."
+    return UsageError(
+        f"{shown!r} is no name {what}", "letters, digits, . _ and -, at most 64, the first a letter or a digit"
+    )
 
 
 def user_cache(name: str) -> Path:

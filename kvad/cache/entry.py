@@ -4,6 +4,7 @@
     size         8 bytes   of the header, little-endian
     crc          4 bytes   crc32 of magic, size and header
     header       JSON      {"kind", "identity": {...}, "facts": {...}, "sections": [[name, dtype, shape, bytes, crc32]]}
+                           and spaces, so that the sections begin at a multiple of 64
     sections     raw bytes, one behind the other
     end          8 bytes   KVADEND\\n
 
@@ -22,6 +23,7 @@ own length does not bear out.
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -40,6 +42,9 @@ _SIZE, _CRC = struct.Struct("<Q"), struct.Struct("<I")
 _PREFIX = len(MAGIC) + _SIZE.size + _CRC.size
 LONGEST_HEADER = 64 << 20
 PIECE = 1 << 20  # bytes read at a time where only their checksum is wanted
+WHOLE = 64 << 20  # bytes of the largest file that is read in one go
+PAGES = 64 << 10  # bytes from which on memory to read into has pages of its own
+ALIGNED = 64  # bytes, a multiple of which stands before the sections: so they can be numbers where they are
 WIDTHS = {  # bytes of a number, by its name in torch
     "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
     "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -94,6 +99,7 @@ def write_entry(
     ]
     assert len({each.name for each in sections}) == len(sections), "two sections of one name"
     header = json.dumps({"kind": kind, "identity": dict(identity), "facts": dict(facts), "sections": told}).encode()
+    header += b" " * (-(_PREFIX + len(header)) % ALIGNED)
     assert len(header) <= LONGEST_HEADER, f"a header of {len(header)} bytes"
     start = MAGIC + _SIZE.pack(len(header))
     temporary = aside(path, "tmp")
@@ -119,10 +125,18 @@ def write_entry(
 
 
 class Entry:
-    """An open file, its header read.  A section is checked as it is read: nothing that is wrong is ever returned."""
+    """An open file, its header read.  A section is checked as it is read: nothing that is wrong is ever returned.
 
-    def __init__(self, path: Path, file: int, disk: Disk) -> None:
+    ``whole``: all of it is read at once (up to WHOLE bytes), and sections are views of that.
+    """
+
+    def __init__(self, path: Path, file: int, disk: Disk, *, whole: bool = False) -> None:
         self.path, self._file, self._disk = path, file, disk
+        self._size = disk.size(file)
+        self._held: memoryview | None = None
+        if whole and self._size <= WHOLE:
+            held = _room(self._size)
+            self._held = held[: disk.read(file, held, 0)]
         self.header = self._header()
 
     def read(self, name: str, into: Buffer | None = None) -> memoryview:
@@ -130,9 +144,13 @@ class Entry:
         section = self.header.sections.get(name)
         if section is None:
             raise EntryError(f"{self.path}: it has no {name}", why="alien")
-        target = memoryview(bytearray(section.nbytes) if into is None else into).cast("B")
-        assert len(target) == section.nbytes, f"{len(target)} bytes for the {section.nbytes} of {name}"
-        if self._disk.read(self._file, target, section.offset) != section.nbytes:
+        if into is None and self._held is not None:
+            target = self._held[section.offset : section.offset + section.nbytes]
+        else:
+            target = _room(section.nbytes) if into is None else memoryview(into).cast("B")
+            assert len(target) == section.nbytes, f"{len(target)} bytes for the {section.nbytes} of {name}"
+            target = target[: self._disk.read(self._file, target, section.offset)]
+        if len(target) != section.nbytes:
             raise self._torn(f"{name} was cut")
         if crc32(target) != section.crc:
             raise self._torn(f"{name} is not what was written")
@@ -152,7 +170,7 @@ class Entry:
                 raise self._torn(f"{section.name} is not what was written")
 
     def _header(self) -> Header:
-        size = self._disk.size(self._file)
+        size = self._size
         begun = self._bytes(0, min(size, len(MAGIC)))
         if not MAGIC.startswith(begun):  # however short: what is not ours is not torn
             ours = begun[: len(MAGIC) - 2] == MAGIC[:-2]
@@ -175,24 +193,30 @@ class Entry:
         return header
 
     def _bytes(self, offset: int, count: int) -> bytes:
-        target = bytearray(count)
-        if self._disk.read(self._file, target, offset) != count:
+        if self._held is not None:
+            found = bytes(self._held[offset : offset + count])
+        else:
+            target = bytearray(count)
+            found = bytes(target[: self._disk.read(self._file, target, offset)])
+        if len(found) != count:
             raise self._torn("it was cut")
-        return bytes(target)
+        return found
 
     def _torn(self, what: str) -> EntryError:
         return EntryError(f"{self.path}: {what}: the file is damaged", "nothing of it is used", why="torn")
 
 
 @contextmanager
-def open_entry(path: Path, disk: Disk = DISK) -> Iterator[Entry]:
-    """EntryError for a file that is missing, damaged or not ours; OSError as the disk says it, with the file's name."""
+def open_entry(path: Path, disk: Disk = DISK, *, whole: bool = False) -> Iterator[Entry]:
+    """An open file (``whole``: see :class:`Entry`).
+
+    EntryError for a file that is missing, damaged or not ours; OSError as the disk says it, with the file's name."""
     try:
         file = disk.open(path)
     except FileNotFoundError:
         raise EntryError(f"{path} does not exist", why="missing") from None
     try:
-        yield Entry(path, file, disk)
+        yield Entry(path, file, disk, whole=whole)
     except OSError as error:
         error.filename = error.filename or str(path)  # reading knows a number, no name
         raise
@@ -204,6 +228,14 @@ def read_header(path: Path, disk: Disk = DISK) -> Header:
     """What a file says of itself; its sections are not read."""
     with open_entry(path, disk) as entry:
         return entry.header
+
+
+def _room(nbytes: int) -> memoryview:
+    """New memory to read into.  Pages of its own where it is large: the system hands them over while it reads, and no
+    other thread waits for that, as all do while a bytearray is filled with zeros."""
+    if nbytes < PAGES:
+        return memoryview(bytearray(nbytes))
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _parsed(raw: bytes, offset: int) -> Header | None:

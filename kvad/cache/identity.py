@@ -1,7 +1,7 @@
 """What stored keys and values belong to: parts by name, each of which must be equal before a byte of them is used.
 
     model       every weight, and the shape that they are put together in
-    adapter     "" where there is none
+    adapter     what was merged into the weights; not said where there is none
     tokenizer   and template: what turned text into these ids ("" where ids were given)
     keys        values, policy, rotate, endless, summaries: how and what is kept
     computed    the dtype of the model's own arithmetic, and whether it is deterministic

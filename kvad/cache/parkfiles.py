@@ -1,4 +1,5 @@
-"""Parked rows on disk: one file each (``entry.py``), written and read by one worker thread, for this process alone.
+"""Parked rows on disk: one file each (``entry.py``), written and read by one thread (``worker.py``), for this
+process alone.
 
 The caller hands over work and asks later what has become of it: :meth:`ParkFiles.done` never waits, :meth:`wait` does,
 for whoever has nothing else to do.  All work of one key is done in the order in which it was asked for; what was given
@@ -14,18 +15,19 @@ Standard library only; no torch.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Literal, NamedTuple
 
-from kvad.aside import aside, leftovers
-from kvad.cache.disk import DISK, Disk
+from kvad.aside import aside
+from kvad.cache.disk import DISK, Disk, remove_leftovers
 from kvad.cache.entry import Section, open_entry, write_entry
+from kvad.cache.worker import Worker
 from kvad.errors import ConfigError, EntryError, KvadError
 
 __all__ = ["Done", "ParkFiles"]
@@ -40,61 +42,60 @@ class Done(NamedTuple):
 
     what: Literal["write", "read"]
     key: int
-    nbytes: int
-    seconds: float
-    fault: str | None
+    nbytes: int = 0
+    seconds: float = 0.0
+    fault: str | None = None
     sections: Sequence[Section] = ()
-
-
-class _Job(NamedTuple):
-    what: Literal["write", "read", "remove", "stop"]
-    key: int = -1
-    path: Path = Path()
-    sections: Callable[[], Sequence[Section]] = tuple
 
 
 class ParkFiles:
     """Rows of one engine in ``folder``, made where there is none.  ConfigError where nothing can be written there."""
 
-    def __init__(self, folder: Path, *, disk: Disk = DISK, clock: Callable[[], float] = perf_counter) -> None:
-        self.folder, self.disk, self._clock = folder, disk, clock
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        disk: Disk = DISK,
+        clock: Callable[[], float] = perf_counter,
+        worker: Worker | None = None,
+    ) -> None:
+        self.folder, self.disk = folder, disk
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK | os.X_OK):
                 raise PermissionError(13, "Permission denied")
         except OSError as error:
             raise ConfigError(f"park_dir: {folder}: {error.strerror}", "name a folder that can be written to") from None
-        self.swept = self._sweep()
-        self._name = os.urandom(8).hex()
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
-        self._done: SimpleQueue[Done] = SimpleQueue()
+        self.swept = remove_leftovers(folder, lambda name: NAME in name, disk)
+        self._hand = _Hand(disk, clock)
+        self._worker = Worker("kvad-parking") if worker is None else worker
         self._paths: dict[int, Path] = {}
-        self._given_up: set[int] = set()  # read by the worker
-        self._thread: threading.Thread | None = None
         self.pending = 0  # writes and reads of which nothing was heard yet
+        weakref.finalize(self, _forgotten, self._worker, self._hand, self._paths)
 
     def write(self, key: int, sections: Callable[[], Sequence[Section]]) -> None:
         """``sections`` is called by the worker; what it returns must not change until this is done."""
         path = self._paths[key] = aside(self.folder / f"{NAME}{key}", "tmp")
-        self._ask(_Job("write", key, path, sections))
+        self.pending += 1
+        self._worker.put(partial(self._hand.write, key, path, sections))
 
     def read(self, key: int) -> None:
         """What was written under ``key``."""
-        self._ask(_Job("read", key, self._paths[key]))
+        self.pending += 1
+        self._worker.put(partial(self._hand.read, key, self._paths[key]))
 
     def remove(self, key: int) -> None:
         """Give up whatever is under way for ``key``, and its file; nothing happens where it has none."""
         path = self._paths.pop(key, None)
         if path is not None:
-            self._given_up.add(key)
-            self._jobs.put(_Job("remove", key, path))
+            _give_up(self._worker, self._hand, key, path)
 
     def done(self) -> list[Done]:
         """What was done since the last call; keys that were given up are among them."""
         found: list[Done] = []
         while self.pending:
             try:
-                found.append(self._done.get_nowait())
+                found.append(self._hand.done.get_nowait())
             except Empty:
                 break
             self.pending -= 1
@@ -104,7 +105,7 @@ class ParkFiles:
         """The same, of one that is under way at least."""
         if not self.pending:
             return []
-        first = self._done.get()
+        first = self._hand.done.get()
         self.pending -= 1
         return [first, *self.done()]
 
@@ -115,109 +116,76 @@ class ParkFiles:
             return False
 
     def close(self) -> None:
-        """Stop the worker and remove all files.  What is under way ends first, what was asked for besides is not
-        done."""
+        """Stop the worker and remove all files, for good.  What is under way ends first, what was asked for besides is
+        not done."""
         for key in list(self._paths):
             self.remove(key)
-        if self._thread is not None:
-            self._jobs.put(_Job("stop"))
-            self._thread.join()
-            self._thread = None
+        self._worker.stop()
         self.done()
         self.pending = 0
 
-    # ------------------------------------------------------------ inside
 
-    def _ask(self, job: _Job) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._worker().run, name="kvad-parking", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, _forgotten, self._jobs, self._paths, self._given_up)
-        self.pending += 1
-        self._jobs.put(job)
-
-    def _worker(self) -> _Worker:
-        return _Worker(self.disk, self._clock, self._name, self._jobs, self._done, self._given_up)
-
-    def _sweep(self) -> int:
-        """Remove what processes that died have left; returns how many files."""
-        count = 0
-        for each in leftovers(self.folder):
-            with suppress(OSError):
-                if NAME in each.name and each.kind == "tmp" and not each.in_use:
-                    self.disk.remove(each.path)
-                    count += 1
-        return count
+def _give_up(worker: Worker, hand: _Hand, key: int, path: Path) -> None:
+    hand.given_up.add(key)
+    worker.put(partial(hand.remove, key, path))
 
 
-def _forgotten(jobs: SimpleQueue[_Job], paths: dict[int, Path], given_up: set[int]) -> None:
+def _forgotten(worker: Worker, hand: _Hand, paths: dict[int, Path]) -> None:
     """Nobody can ask for these any more."""
     for key, path in paths.items():
-        given_up.add(key)
-        jobs.put(_Job("remove", key, path))
-    jobs.put(_Job("stop"))
+        _give_up(worker, hand, key, path)
+    worker.end()
 
 
-class _Worker:
-    """The thread's own half: it knows queues and files, and nothing of who asked."""
+class _Hand:
+    """The thread's own half: it knows files, and nothing of who asked."""
 
-    def __init__(
-        self,
-        disk: Disk,
-        clock: Callable[[], float],
-        name: str,
-        jobs: SimpleQueue[_Job],
-        done: SimpleQueue[Done],
-        given_up: set[int],
-    ) -> None:
-        self._disk, self._clock, self._name = disk, clock, name
-        self._jobs, self._done, self._given_up = jobs, done, given_up
+    def __init__(self, disk: Disk, clock: Callable[[], float]) -> None:
+        self._disk, self._clock, self._name = disk, clock, os.urandom(8).hex()
+        self.done: SimpleQueue[Done] = SimpleQueue()
+        self.given_up: set[int] = set()  # keys whose files are yet to be removed
 
-    def run(self) -> None:
-        while self.step():
-            pass
+    def write(self, key: int, path: Path, sections: Callable[[], Sequence[Section]]) -> None:
+        def work() -> tuple[int, Sequence[Section]]:
+            made = sections()
+            return write_entry(path, KIND, {}, self._facts(key), made, durable=False, disk=self._disk), ()
 
-    def step(self) -> bool:
-        """Do one job; False: there are to be no more."""
-        job = self._jobs.get()
-        if job.what == "remove":
-            with suppress(OSError):
-                self._disk.remove(job.path)
-            self._given_up.discard(job.key)
-        elif job.what != "stop":
-            self._done.put(self._tried(job))
-        return job.what != "stop"
+        self._try(Done("write", key), work, f"{path}: it could not be written")
 
-    def _tried(self, job: _Job) -> Done:
-        assert job.what == "write" or job.what == "read"
-        began = self._clock()
-        nbytes, fault, sections = 0, None, list[Section]()
-        if job.key in self._given_up:
-            return Done(job.what, job.key, 0, 0.0, "given up")
+    def read(self, key: int, path: Path) -> None:
+        def work() -> tuple[int, Sequence[Section]]:
+            sections = self._sections(key, path)
+            return sum(memoryview(each.data).nbytes for each in sections), sections
+
+        self._try(Done("read", key), work, f"{path}: it could not be read")
+
+    def remove(self, key: int, path: Path) -> None:
+        with suppress(OSError):
+            self._disk.remove(path)
+        self.given_up.discard(key)
+
+    def _try(self, done: Done, work: Callable[[], tuple[int, Sequence[Section]]], failed: str) -> None:
+        if done.key in self.given_up:
+            self.done.put(done._replace(fault="given up"))
+            return
+        began, fault = self._clock(), ""
         try:
-            if job.what == "write":
-                made = job.sections()
-                nbytes = write_entry(job.path, KIND, {}, self._facts(job), made, durable=False, disk=self._disk)
-            else:
-                sections = self._read(job)
-                nbytes = sum(memoryview(each.data).nbytes for each in sections)
+            nbytes, sections = work()
+            done = done._replace(nbytes=nbytes, sections=sections)
         except OSError as error:
-            fault = f"{self._where(job)}: {error.strerror or error}"
+            fault = f"{failed}: {error.strerror or error}"
         except KvadError as error:
             fault = error.message
         except BaseException as error:  # whoever waits must hear of it
-            fault = f"{self._where(job)}: {type(error).__name__}: {error}"
-        return Done(job.what, job.key, nbytes, self._clock() - began, fault, sections)
+            fault = f"{failed}: {type(error).__name__}: {error}"
+        self.done.put(done._replace(seconds=self._clock() - began, fault=fault or None))
 
-    def _read(self, job: _Job) -> list[Section]:
-        with open_entry(job.path, self._disk) as entry:
-            if entry.header.kind != KIND or entry.header.facts != self._facts(job):
-                raise EntryError(f"{job.path}: it holds another row", why="other")
+    def _sections(self, key: int, path: Path) -> list[Section]:
+        with open_entry(path, self._disk) as entry:
+            if entry.header.kind != KIND or entry.header.facts != self._facts(key):
+                raise EntryError(f"{path}: it holds another row", why="other")
             stored = entry.header.sections.values()
             return [Section(each.name, each.dtype, each.shape, entry.read(each.name)) for each in stored]
 
-    def _facts(self, job: _Job) -> dict[str, str]:
-        return {"row": f"{self._name}.{job.key}"}
-
-    def _where(self, job: _Job) -> str:
-        return f"{job.path}: it could not be {'written' if job.what == 'write' else 'read'}"
+    def _facts(self, key: int) -> dict[str, str]:
+        return {"row": f"{self._name}.{key}"}

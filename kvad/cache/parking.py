@@ -53,12 +53,13 @@ class ParkingStats:
 
 
 class _Row:
-    __slots__ = ("fault", "nbytes", "needed", "order", "state", "whole")
+    __slots__ = ("fault", "nbytes", "needed", "order", "origin", "state", "whole")
 
     def __init__(self, nbytes: int, order: Order, needed: bool) -> None:
         self.nbytes, self.order, self.needed = nbytes, order, needed
         self.state: State = "coming"
         self.whole = False  # its file is
+        self.origin: Room = "ram"  # whence its copy comes
         self.fault = ""
 
 
@@ -157,6 +158,10 @@ class Parking:
         """0 for a row of somebody else's."""
         return self._rows[key].nbytes if key in self._rows else 0
 
+    def origin(self, key: int) -> Room | None:
+        """Whence the copy of a row comes that is here: was it read?  None: it is somebody else's."""
+        return self._rows[key].origin if key in self._rows else None
+
     def fetch(self, key: int) -> None:
         """Have a row in memory soon: it is the next one that is wanted."""
         self._wanted = key
@@ -229,7 +234,7 @@ class Parking:
         else:
             assert self._unpack is not None
             self.store[done.key] = self._unpack(done.sections)
-            row.state = "here"
+            row.state, row.origin = "here", "disk"
             read, nbytes = self._stats.read + 1, self._stats.read_bytes + done.nbytes
             self._stats = replace(self._stats, read=read, read_bytes=nbytes)
             self.told("read", done.nbytes, done.seconds)

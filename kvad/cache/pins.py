@@ -8,21 +8,19 @@ No torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvad.cache.disk import DISK, Disk
+from kvad.cache.disk import DISK, Disk, is_name, no_name
 from kvad.cache.entry import read_header, write_entry
 from kvad.cache.shelf import KEY
-from kvad.errors import EntryError, UsageError
+from kvad.errors import EntryError
 
 __all__ = ["ENDING", "Pin", "find_pin", "pinned_keys", "read_pins", "remove_pin", "write_pin"]
 
 KIND, ENDING = "pin", ".pin"
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Pin(NamedTuple):
@@ -38,12 +36,8 @@ class Pin(NamedTuple):
 
 def check_name(name: str) -> str:
     """UsageError for what is no name."""
-    if not NAME.fullmatch(name) or name.endswith(ENDING):
-        shown = name if len(name) <= 80 else f"{name[:80]}..."
-        raise UsageError(
-            f"{shown!r} is no name for a prefix",
-            "letters, digits, . _ and -, at most 64, the first a letter or a digit",
-        )
+    if not is_name(name) or name.endswith(ENDING):
+        raise no_name(name, "for a prefix")
     return name
 
 
@@ -57,7 +51,7 @@ def read_pins(folder: Path, disk: Disk = DISK) -> list[Pin]:
     """Every pin that can be read, by name; damaged ones are left out (``kvad doctor`` names them)."""
     found = []
     for each in sorted(disk.scan(folder)):
-        if each.name.endswith(ENDING) and NAME.fullmatch(each.name.removesuffix(ENDING)):
+        if each.name.endswith(ENDING) and is_name(each.name.removesuffix(ENDING)):
             with suppress(EntryError):
                 found.append(_read(folder / each.name, disk))
     return found

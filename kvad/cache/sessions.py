@@ -8,16 +8,14 @@ section.  No torch.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from array import array
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from kvad.aside import leftovers
-from kvad.cache.disk import DISK, Disk
+from kvad.cache.disk import DISK, Disk, is_name, no_name, remove_leftovers
 from kvad.cache.entry import Header, open_entry, read_header
 from kvad.errors import EntryError, UsageError
 
@@ -26,8 +24,6 @@ __all__ += ["is_name", "listed", "named", "sweep"]
 
 KIND, SUFFIX = "session", ".session"
 VARIABLE = "KVAD_SESSIONS"
-SHOWN = 80  # characters of what is no name
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Found(NamedTuple):
@@ -48,18 +44,10 @@ def default_folder() -> Path:
     return Path(chosen) if chosen else user_data_path("kvad", appauthor=False) / "sessions"
 
 
-def is_name(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None
-
-
 def named(name: str, folder: Path) -> Path:
     """The file of a session.  UsageError: no name, or one that leads out of the folder."""
     if not is_name(name):
-        shown = name if len(name) <= SHOWN else f"{name[:SHOWN]}..."
-        raise UsageError(
-            f"{shown!r} is no name of a session",
-            "letters, digits, . _ and -, at most 64, the first a letter or a digit",
-        )
+        raise no_name(name, "of a session")
     path = folder / f"{name}{SUFFIX}"
     if path.resolve().parent != folder.resolve():
         raise UsageError(f"session {name!r}: {path} leads out of its folder", "kvad follows no link there")
@@ -118,13 +106,7 @@ def history(path: Path, last: int, disk: Disk = DISK) -> list[int]:
 
 def sweep(folder: Path, disk: Disk = DISK) -> int:
     """Remove what dead writers left of sessions; how many there were.  A disk that refuses is left alone."""
-    swept = 0
-    for left in leftovers(folder):
-        with suppress(OSError):  # another process may have swept it
-            if left.name.endswith(SUFFIX) and not left.in_use:
-                disk.remove(left.path)
-                swept += 1
-    return swept
+    return remove_leftovers(folder, lambda name: name.endswith(SUFFIX), disk)
 
 
 def _looked(path: Path, disk: Disk, *, whole: bool) -> Found:

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvad.cache.config import CacheConfig
 from kvad.cache.full import GOES_ON, SINKS
 from kvad.cache.policy import Hierarchy, Policy, Sinks, Spilled, Window
-from kvad.cache.sizing import CacheConfig
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError
 

@@ -29,8 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvad.aside import leftover
-from kvad.cache.disk import DISK, Disk
+from kvad.cache.disk import DISK, Disk, remove_leftovers
 from kvad.cache.entry import Header, Section, open_entry, write_entry
 from kvad.cache.replacement import REPLACEMENTS
 from kvad.errors import ConfigError, EntryError, nearest
@@ -147,7 +146,7 @@ class Shelf:
         """What ``read(header, section)`` makes of an entry.  EntryError (its ``why`` is counted) where it cannot be
         read whole: a damaged entry is removed; OSError: the disk failed, and the entry is given up."""
         try:
-            with open_entry(self._path(key), self._disk) as entry:
+            with open_entry(self._path(key), self._disk, whole=True) as entry:
                 answer = read(entry.header, entry.read)
                 count = entry.header.nbytes
         except EntryError as error:
@@ -294,16 +293,7 @@ class Shelf:
 
 def sweep(folder: Path, disk: Disk = DISK) -> int:
     """Remove what writers that have died left half written; how many.  Names that are not ours stay."""
-    swept = 0
-    for each in disk.scan(folder):
-        found = leftover(folder / each.name)
-        if found is None or found.kind != "tmp" or not found.name.endswith((ENDING, ".pin")):
-            continue
-        with suppress(FileNotFoundError):
-            if not found.in_use:
-                disk.remove(found.path)
-                swept += 1
-    return swept
+    return remove_leftovers(folder, lambda name: name.endswith((ENDING, ".pin")), disk)
 
 
 def _close(disk: Disk, file: int) -> None:

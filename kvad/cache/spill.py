@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,15 +39,16 @@ __all__ = ["Spill", "SpillStats", "Tile"]
 FEW = 8  # runs of a row in a tile that are copied one by one; more are gathered first
 
 
-class SpillStats(NamedTuple):
-    """Bytes ``written`` and read since the start, by where they lay; ``failed`` operations on the disk; bytes that the
-    files have reached; and where they are (None: there are none)."""
+@dataclass(frozen=True)
+class SpillStats:
+    """Bytes of older tokens that were ``written`` and read since the start, ``from_ram`` host memory and ``from_disk``;
+    bytes that the files in ``folder`` (None: there are none) have come to; operations on them that ``failed``."""
 
     written: int
     from_ram: int
     from_disk: int
-    failed: int
     on_disk: int
+    failed: int
     folder: Path | None
 
 
@@ -105,8 +107,8 @@ class Spill:
             sum(spool.written for spool in every),
             sum(spool.read_ram for spool in every),
             sum(spool.read_disk for spool in every),
-            sum(spool.failures for spool in every),
             sum(spool.touched * spool.share.layers * spool.share.line for spool in every),
+            sum(spool.failures for spool in every),
             self.folder,
         )
 

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvad.aside import aside, leftovers
-from kvad.cache.disk import DISK, Disk
+from kvad.aside import aside
+from kvad.cache.disk import DISK, Disk, remove_leftovers
 from kvad.cache.spilled import Share
 from kvad.errors import ConfigError
 
@@ -63,12 +63,7 @@ def runs_of(numbers: Sequence[int], split: int) -> list[Run]:
 
 def sweep(folder: Path, disk: Disk = DISK) -> int:
     """Remove what dead processes left; returns how many files."""
-    count = 0
-    for each in leftovers(folder):
-        if each.name.startswith(PREFIX) and not each.in_use:
-            disk.remove(each.path)
-            count += 1
-    return count
+    return remove_leftovers(folder, lambda name: name.startswith(PREFIX), disk)
 
 
 class Spool:

@@ -27,12 +27,12 @@ from functools import partial
 from pathlib import Path
 
 from kvad.cache.attic import Attic, AtticStats
+from kvad.cache.config import TIER_QUEUE
 from kvad.cache.deposits import Name, Ticket
 from kvad.cache.disk import Buffer
 from kvad.cache.entry import Header, Section
 from kvad.cache.identity import Identity
 from kvad.cache.shelf import Shelf, ShelfStats
-from kvad.cache.sizing import TIER_QUEUE
 from kvad.cache.worker import Worker
 from kvad.errors import EntryError
 
@@ -117,6 +117,7 @@ class Tiers:
             kept = None if self._attic is None else self._attic.get(name, groups)
             if kept is not None and self._attic is not None:
                 opening = self._attic.opening(kept, groups)
+                ticket.packed = any(group in kept.packed for group in groups)
                 if kept.packed:
                     self._coming_in += 1
                     next(self._next).put(partial(_unpack, weakref.ref(self), opening, ticket))

@@ -1,6 +1,7 @@
 """One thread and its list of jobs, done in their order; nobody waits for it but who asks to.
 
-The thread holds on to its list alone, so whoever owns the worker can be forgotten: ``stop`` is then called for it.
+The thread holds on to its list alone, so whoever owns the worker can be forgotten: ``stop``, or ``end``, is then called
+for it.
 """
 
 from __future__ import annotations
@@ -41,22 +42,27 @@ class Worker:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True)
             self._thread.start()
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, seconds: float | None = None) -> bool:
         """Until all that was put is done; False: it took longer."""
         with self._jobs.changed:
             return self._jobs.changed.wait_for(lambda: not self._jobs.waiting and not self._jobs.busy, seconds)
 
-    def stop(self, seconds: float) -> bool:
-        """Finish what was put, in that time, and do no more; False: some was left out."""
-        end = time.monotonic() + seconds
+    def end(self) -> None:
+        """Finish what was put, whoever waits for it, and do no more."""
+        with self._jobs.changed:
+            self._jobs.ending = True
+            self._jobs.changed.notify_all()
+
+    def stop(self, seconds: float | None = None) -> bool:
+        """Finish what was put, in that time if one is given, and do no more; False: some was left out."""
+        until = None if seconds is None else time.monotonic() + seconds
         own = self._thread is threading.current_thread()  # who dropped its owner last
         done = self._thread is None or own or self.wait(seconds)
         with self._jobs.changed:
-            self._jobs.ending = True
             self._jobs.waiting.clear()
-            self._jobs.changed.notify_all()
+            self.end()
         if self._thread is not None and not own:
-            self._thread.join(max(0.1, end - time.monotonic()))
+            self._thread.join(None if until is None else max(0.1, until - time.monotonic()))
         return done
 
 
@@ -73,5 +79,5 @@ def _work(jobs: _Jobs) -> None:
         try:
             job()
         except Exception:  # a job answers for its own failures; this one is a bug, and must not end the others
-            LOG.exception("a job of the cache's tiers failed")
+            LOG.exception("a job of the cache failed")
         del job

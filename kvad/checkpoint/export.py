@@ -24,7 +24,7 @@ from kvad.text.base import FILE_NAME
 from kvad.text.library import LibraryTokenizer
 from kvad.text.settings import CONFIG_NAME
 
-__all__ = ["BESIDE", "export_hf", "import_hf"]
+__all__ = ["BESIDE", "export_hf", "import_hf", "words_of"]
 
 # Files that belong to a tokenizer or a chat and are copied as they are.
 BESIDE = (
@@ -44,6 +44,11 @@ BESIDE = (
     "target.spm",
 )
 Progress = Callable[[str, int], None]
+
+
+def words_of(folder: Path) -> dict[str, bytes]:
+    """Name -> content of the files there that belong to a tokenizer or a chat."""
+    return {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).is_file()}
 
 
 def export_hf(opened: Opened, out: Path, *, family: str | None = None, dtype: torch.dtype | None = None) -> str:

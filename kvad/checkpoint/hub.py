@@ -29,10 +29,12 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "hf://"
 ONLINE = "download it once while online, without HF_HUB_OFFLINE"
 
+ADAPTER = "adapter_config.json"
+
 SMALL = [
     "config.json",
     "generation_config.json",
-    "adapter_config.json",  # to say what it is
+    ADAPTER,  # to say what it is
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -75,20 +77,23 @@ def resolve(
     cache_dir: Path | None = None,
     progress: type | None = None,
     weights: bool = True,
+    adapters: bool = False,
 ) -> Path:
     """The folder of a model, downloaded if it must be; what an interrupted download left is gone on with.
 
     ``offline`` None: as HF_HUB_OFFLINE says.  ``token`` None: that of ``hf auth login`` or HF_TOKEN.  ``progress``:
     a tqdm class, handed to huggingface_hub.  ``weights`` False: config and tokenizer are enough, whatever the weights
-    are.  Raises UsageError for a name that can be neither, CheckpointError for a
-    folder or model that is not there, cannot be had, or cannot be read, SaveError if the disk refuses.
+    are.  ``adapters``: a folder on this machine may be an adapter's.
+
+    Raises UsageError for a name that can be neither, CheckpointError for a folder or model that is not there, cannot be
+    had, or cannot be read, SaveError if the disk refuses.
     """
     name = re.sub(r"^hf:/(?!/)", PREFIX, os.fspath(name_or_path))  # of two slashes pathlib leaves one
     path = Path(os.path.expanduser(name))  # of pathlib's own, and of its is_dir, some names are an exception
     if name and os.path.isdir(path):
         if revision is not None:
             raise UsageError(f"{name} is a folder: it has no revision {revision!r}", f"{PREFIX}NAME means the hub's")
-        if weights:
+        if weights and not (adapters and (path / ADAPTER).is_file()):
             _refuse_bare(path)
         return path
     if os.path.isfile(path):
@@ -292,7 +297,7 @@ def refuse_unreadable(folder: Path) -> None:
 def _refuse_bare(folder: Path) -> None:
     """For a folder without config whose weights kvad does not read: a GGUF has its config inside, an adapter none."""
     names = _names(folder)
-    if CONFIG not in names and not is_run(folder) and ("adapter_config.json" in names or any(map(_ways_out, names))):
+    if CONFIG not in names and not is_run(folder) and (ADAPTER in names or any(map(_ways_out, names))):
         _refuse_files(str(folder), names)
 
 
@@ -327,11 +332,10 @@ def _refuse_config(where: str, config: dict[str, Any]) -> None:
 
 def _refuse_files(where: str, names: Collection[str]) -> None:
     """For a folder, or the files of a repository, without ``model.safetensors`` and index."""
-    if "adapter_config.json" in names:
+    if ADAPTER in names:
         raise CheckpointError(
             f"{where} is an adapter (LoRA), not a model",
-            "merge it into its base model with peft: "
-            "AutoPeftModelForCausalLM.from_pretrained(IT).merge_and_unload().save_pretrained(NEW)",
+            "download it; then kvad merge BASE FOLDER --out NEW, or --adapter FOLDER beside its base",
         )
     shards = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     if shards:

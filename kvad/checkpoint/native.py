@@ -70,6 +70,7 @@ DTYPES = {
 }
 
 
+ADAPTER = "adapter_config.json"
 THEIRS = {"format": "pt"}  # what transformers asks of a tensor file
 
 Verify = bool | Literal["tensors"]
@@ -88,7 +89,7 @@ def save(
     layout: Layout | None = None,
     generation: Generation | None = None,
     beside: Sequence[Path] = (),
-    files: Mapping[str, str] = MappingProxyType({}),
+    files: Mapping[str, bytes] = MappingProxyType({}),
     origin: str | None = None,
     replaces: Sequence[Path] = (),
 ) -> None:
@@ -96,7 +97,7 @@ def save(
 
     ``layout``: Hugging Face's, of a family that holds ``config``; None is kvad's own, which also says ``origin``, the
     ``model_type`` that it came from.  ``generation``: what it says about generating; ``beside``: files that are copied
-    as they are (a tokenizer's of several files, a chat template); ``files``: others, their texts by name; ``replaces``:
+    as they are (a tokenizer's of several files, a chat template), ``files`` the same by their content; ``replaces``:
     sibling folders that give way in the same move.  Raises SaveError if the disk refuses; the checkpoint that was there
     before is then whole, as it is after a kill at any moment.
     """
@@ -115,7 +116,7 @@ def save(
             shutil.copyfile(path, new / path.name)
         for name, content in files.items():
             (new / name).parent.mkdir(exist_ok=True)
-            (new / name).write_text(content, encoding="utf-8")
+            (new / name).write_bytes(content)
         if tokenizer is not None:
             tokenizer.save(new)
         if training is not None:
@@ -148,9 +149,10 @@ def save_step(
     *,
     layout: Layout | None = None,
     generation: Generation | None = None,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+    origin: str | None = None,
     keep: int = 2,
     fresh: bool = False,
-    files: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Write ``run/checkpoints/step-N`` and then delete all but the newest ``keep``.
 
@@ -168,6 +170,7 @@ def save_step(
         layout=layout,
         generation=generation,
         files=files,
+        origin=origin,
         replaces=earlier,
     )
     for old in steps_of(run)[:-keep]:
@@ -238,6 +241,8 @@ def load(folder: Path, *, verify: Verify = False) -> Opened:
     CheckpointError for a folder that is not a whole checkpoint.
     """
     path = locate(Path(folder))
+    if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
+        raise CheckpointError(f"{path} is an adapter (LoRA), not a model", "name its base, or merge them: kvad merge")
     files = listed(path)
     for name, entry in (files or {}).items():
         tensors = name.endswith(".safetensors")

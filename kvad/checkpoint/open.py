@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvad.checkpoint.adapter import find_adapter, open_adapted
 from kvad.checkpoint.hub import resolve
 from kvad.checkpoint.native import DTYPES, Verify, load
 from kvad.checkpoint.opened import Opened
@@ -25,9 +26,11 @@ def open_checkpoint(
 ) -> Opened:
     """Look at a folder, a run, or a name on the hub (``revision`` and ``token``: of the hub).
 
-    Raises CheckpointError for what is no whole checkpoint, with the way out.
+    An adapter's folder is the model that it and the base that it names are together.  Raises CheckpointError for what
+    is no whole checkpoint, with the way out.
     """
-    return load(resolve(where, revision=revision, token=token), verify=verify)
+    folder = resolve(where, revision=revision, token=token, adapters=True)
+    return load(folder, verify=verify) if find_adapter(folder) is None else open_adapted(folder)
 
 
 def load_model(
@@ -58,12 +61,14 @@ def model_of(
     """
     target = as_dtype(dtype, torch.device(device))
     on_cpu = torch.device(device).type == "cpu"
+    config = opened.config  # which may look at tensors, that are not to be on meta
     with torch.device("meta"):
-        model = Transformer(opened.config)
+        model = Transformer(config)
+    wide = torch.float32 if on_cpu and opened.stored == torch.float16 else None
     loaded: dict[str, Tensor] = {}
-    for name, tensor in opened.weights():
+    for name, tensor in opened.weights_as(target or wide):
         widened = torch.float32 if on_cpu and tensor.dtype == torch.float16 else None
-        loaded[name] = tensor.to(device=device, dtype=target or widened)
+        loaded[name] = tensor.to(device=device, dtype=widened)
     model.load_state_dict(loaded, assign=True)
     return model.eval().requires_grad_(False)
 

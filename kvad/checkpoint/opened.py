@@ -110,6 +110,16 @@ class Opened(ABC):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """By our names, all of them: CheckpointError for one that is missing, extra, or of another shape."""
 
+    def weights_as(self, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+        """The same in ``dtype`` (None: as they are stored)."""
+        for name, tensor in self.weights():
+            yield name, tensor if dtype is None else tensor.to(dtype)
+
+    @property
+    def words(self) -> Path:
+        """The folder of its tokenizer and its chat template."""
+        return self.path
+
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """None where the folder has none at all.  Raises TokenizerError for one that cannot be read."""

@@ -28,10 +28,12 @@ FIRST = {"decoder": ("llama", "gpt2"), "encoder": ("bert",), "encoder-decoder": 
 
 
 class Layout(NamedTuple):
-    """A family that holds a model, and the config that it writes of it."""
+    """A family that holds a model, and the config that it writes of it; ``exact``: one that came with the model, which
+    says all, also about generating."""
 
     family: Family
     content: Mapping[str, Any]
+    exact: bool = False
 
     @property
     def reader(self) -> str:
@@ -70,6 +72,10 @@ def choose_layout(config: ModelConfig, generation: Generation) -> Layout:
 
 def write_config(folder: Path, layout: Layout, generation: Generation, dtype: torch.dtype) -> None:
     """``config.json``, and ``generation_config.json`` where there is something to say."""
+    if layout.exact:
+        name = str(dtype).removeprefix("torch.")
+        write_json(folder / CONFIG, {**layout.content, "dtype": name, "torch_dtype": name})
+        return
     write_json(folder / CONFIG, _content(layout, generation, dtype))
     said = generation_file(generation)
     if said is not None:

@@ -24,18 +24,10 @@ from kvad.cli.generate import note_empty
 from kvad.cli.helping import Sectioned
 from kvad.cli.lines import look
 from kvad.cli.policies import ending, forgotten, policies_asked
-from kvad.cli.running import (
-    Interrupt,
-    Meter,
-    RunStats,
-    cache_lines,
-    cache_options,
-    group_use,
-    open_llm,
-    stats_lines,
-)
+from kvad.cli.running import Interrupt, cache_options, open_llm
 from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
 from kvad.cli.session import sessions_option
+from kvad.cli.stats import Meter, RunStats, cache_lines, group_use, stats_lines
 from kvad.errors import DataError, EntryError, KvadError, RequestError, UsageError, counted, nearest
 
 if TYPE_CHECKING:
@@ -82,7 +74,7 @@ def chat(model: Path, **options: Any) -> None:
     with open_llm(opened.path, options, rows=sampling_of(given, opened.generation).beams) as llm:
         if llm.tokenizer is None:
             raise RequestError("this model came without a tokenizer", "kvad generate --ids speaks in token ids")
-        dialogue = dialogue_of(opened.path, llm.tokenizer, options["system"])
+        dialogue = dialogue_of(opened.words, llm.tokenizer, options["system"])
         sampling = choose_sampling(llm, given, options["bad_word"], endless=options["endless"])
         talk = _Chat(llm, sampling, dialogue, options["sessions"] or default_folder())
         for line in _lines():
@@ -227,7 +219,7 @@ class _Chat:
         most = "without an end" if self.limit is None else f"of at most {self.limit}"
         return "\n".join(
             [
-                *cache_lines(group_use(self.llm)),
+                *(line for _, line in cache_lines(group_use(self.llm))),
                 f"this chat: {counted(len(self.tokens), 'token')} {most}",
                 f"the last turn: {held} of its tokens were in the cache",
                 f"prefix cache: {hits}, {misses}, {counted(ledger.hit_tokens, 'token')} reused in all",

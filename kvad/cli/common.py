@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -20,10 +20,13 @@ from kvad.cache.formats import FORMATS, find_format
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from rich.console import Console
 
 __all__ = ["console", "emit_json", "format_bytes", "json_line", "json_option", "model_argument", "parse_bytes"]
-__all__ += ["FORMAT", "SIZE", "given", "token_ids", "words_folder"]
+__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "since", "token_ids", "words_folder"]
+
+Counts = TypeVar("Counts", bound="DataclassInstance")
 
 # Whether the folder is a checkpoint is for kvad.checkpoint to say: it names what is missing.
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
@@ -42,19 +45,27 @@ class _FormatName(click.Choice[str]):
         return super().convert(value, param, ctx)
 
 
-class _Size(click.ParamType[int]):
-    """Bytes, as :func:`parse_bytes` reads them; 0 too."""
+class Size(click.ParamType[int]):
+    """Bytes, as :func:`parse_bytes` reads them; 0 too, but where that would be ``nothing``."""
 
     name = "SIZE"
 
+    def __init__(self, nothing: str = "") -> None:
+        self._nothing = nothing
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        flag = param.opts[-1] if param is not None else self.name
         try:
-            return 0 if value in ("0", 0) else parse_bytes(str(value))
+            size = parse_bytes(str(value), zero=True)
         except UsageError as error:
-            self.fail(f"{error.message}: {error.hint}", param, ctx)
+            raise UsageError(f"{flag}: {error.message}", error.hint) from None
+        if not size and self._nothing:
+            raise UsageError(f"{flag}: {self._nothing}", "leave it out, or give it more")
+        return size
 
 
-FORMAT, SIZE = _FormatName(), _Size()
+FORMAT, SIZE = _FormatName(), Size()
+Line = tuple[str, str]  # of statistics: what it is about, and what there is to say
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?b?)\s*", re.IGNORECASE)
 
@@ -62,6 +73,12 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<kind>i?
 def given(options: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Those of a command's options that were given."""
     return {name: options[name] for name in names if options.get(name) is not None}
+
+
+def since(before: Counts, now: Counts, names: Iterable[str]) -> Counts:
+    """``now``, but of these counts what has come since ``before``."""
+    moved = {name: getattr(now, name) - getattr(before, name) for name in names}
+    return dataclasses.replace(now, **moved)
 
 
 def token_ids(text: str, flag: str) -> list[int]:
@@ -120,20 +137,21 @@ def _plain(value: object) -> object:
     raise TypeError(f"emit_json: {type(value).__name__} has no JSON form")
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, *, zero: bool = False) -> int:
     """Bytes of ``8GiB``, ``512MiB``, ``1.5G``, ``4GB`` or ``1024``.
 
     ``K M G T`` alone and with ``iB`` are powers of 1024; with ``B`` alone powers of 1000, as on a disk's label.
 
     Raises:
-        UsageError: not a size, or less than one byte.
+        UsageError: not a size, or less than one byte (``zero``: but not 0).
     """
     match = _SIZE.fullmatch(text)
     if match is None or (match["kind"].lower() == "i") or (not match["unit"] and match["kind"].lower() == "ib"):
         raise UsageError(f"{text!r} is not a size in bytes", "write it like 8GiB, 512MiB, 4GB or 1048576")
     base = 1000 if match["unit"] and match["kind"].lower() == "b" else 1024
-    size = int(float(match["number"]) * base ** _UNITS[match["unit"].lower()])
-    if size < 1:
+    number = float(match["number"])
+    size = int(number * base ** _UNITS[match["unit"].lower()])
+    if size < 1 and not (zero and number == 0):
         raise UsageError(f"{text!r} is less than one byte", "write it like 8GiB, 512MiB, 4GB or 1048576")
     return size
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvad.cli.common import format_bytes
+from kvad.cli.common import Line, format_bytes, since
 from kvad.errors import counted
 
 if TYPE_CHECKING:
@@ -18,17 +18,12 @@ def gave_way(before: SwapStats, now: SwapStats) -> SwapStats:
     """What has happened between two moments; what is parked, and what copying costs, as they are now."""
     counts = ("recomputed", "recomputed_tokens", "to_ram", "to_disk", "swapped_bytes", "lost")
     parked = ("written", "written_bytes", "read", "read_bytes", "failed")
-    return replace(
-        now,
-        **{name: getattr(now, name) - getattr(before, name) for name in counts},
-        seconds={way: seconds - before.seconds.get(way, 0.0) for way, seconds in now.seconds.items()},
-        parking=replace(
-            now.parking, **{name: getattr(now.parking, name) - getattr(before.parking, name) for name in parked}
-        ),
-    )
+    seconds = {way: spent - before.seconds.get(way, 0.0) for way, spent in now.seconds.items()}
+    parking = since(before.parking, now.parking, parked)
+    return replace(since(before, now, counts), seconds=seconds, parking=parking)
 
 
-def gave_way_lines(stats: SwapStats) -> list[str]:
+def gave_way_lines(stats: SwapStats) -> list[Line]:
     """None where no row gave way."""
     if not (stats.recomputed or stats.to_ram or stats.to_disk):
         return []
@@ -44,4 +39,4 @@ def gave_way_lines(stats: SwapStats) -> list[str]:
     if stats.lost or stats.parking.failed:
         lost = counted(stats.lost, "copy", "copies")
         lines.append(f"{counted(stats.parking.failed, 'failure')} of the disk, {lost} lost: {stats.parking.fault}")
-    return lines
+    return [("preempted", line) for line in lines]

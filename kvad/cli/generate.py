@@ -17,8 +17,9 @@ import click
 from kvad.cli.common import emit_json, json_option, model_argument, token_ids
 from kvad.cli.helping import Sectioned
 from kvad.cli.policies import ending, policies_asked
-from kvad.cli.running import Interrupt, Meter, RunStats, cache_options, open_llm, read_stdin, stats_lines
+from kvad.cli.running import Interrupt, cache_options, open_llm, read_stdin
 from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
+from kvad.cli.stats import Meter, RunStats, stats_lines
 
 if TYPE_CHECKING:
     from kvad.cache.full import LimitName

@@ -21,7 +21,7 @@ SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("dtype", "cache_dtype", "cache_keys", "cache_values", "weights_dtype", "deterministic")),
     ("Cache: what stays of a row", ("policy", "rotate", "compressor")),
     ("Cache: when it is full", FULL),
-    ("Cache: beyond the request and the process", (*TIERS, "sessions")),
+    ("Cache: beyond the request and the process", (*TIERS, "session", "sessions")),
 )
 
 

@@ -22,7 +22,7 @@ from kvad.errors import UsageError, a, counted
 if TYPE_CHECKING:
     from kvad.checkpoint.imported import Imported
 
-__all__ = ["export_command", "import_command"]
+__all__ = ["check_out", "export_command", "import_command"]
 
 TOKENS = 1000  # whose cache the plan tells
 
@@ -64,13 +64,13 @@ def import_command(
 
     out = _default_out(source) if out is None else out
     if out is not None:
-        _check_out(out, None, overwrite)
+        check_out(out, None, overwrite)
     folder = resolve(source, revision=revision, token=token, offline=True if offline else None)
     opened = open_checkpoint(folder)
     if not isinstance(opened, Imported):
         raise UsageError(f"{source} is kvad's own checkpoint already", "every command takes it as it is")
     if out is not None:
-        _check_out(out, folder, overwrite)
+        check_out(out, folder, overwrite)
     plan = _plan(opened, dtype)
     if not as_json:
         click.echo("\n".join(_page(source, plan)))
@@ -109,9 +109,9 @@ def export_command(
     from kvad.checkpoint.native import DTYPES as TORCH
     from kvad.checkpoint.open import open_checkpoint
 
-    _check_out(out, None, overwrite)
+    check_out(out, None, overwrite)
     opened = open_checkpoint(model)
-    _check_out(out, opened.path, overwrite)
+    check_out(out, opened.path, overwrite)
     reader = export_hf(opened, out, family=family, dtype=None if dtype is None else TORCH[dtype])
     if as_json:
         emit_json({"model": model, "out": out, "format": form, "class": reader})
@@ -126,7 +126,7 @@ def _default_out(source: str) -> Path | None:
     return Path(source.removeprefix("hf://").partition("@")[0].rpartition("/")[2])
 
 
-def _check_out(out: Path, source: Path | None, overwrite: bool) -> None:
+def check_out(out: Path, source: Path | None, overwrite: bool) -> None:
     """What stands at ``out`` gives way only if it was asked to, and is a checkpoint, and not the source."""
     if out.name in ("", "..") or out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UsageError(f"{out} is no name for a new folder", "name one that is not there yet")

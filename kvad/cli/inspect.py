@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from kvad.cli.common import emit_json, format_bytes, given, json_line, json_option, model_argument
-from kvad.cli.microscope import ONLY, examine, microscope_options
+from kvad.cli.common import emit_json, format_bytes, json_line, json_option, model_argument
+from kvad.cli.helping import Sectioned
+from kvad.cli.microscope import examine, microscope_options
 from kvad.errors import UsageError, counted
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ ENDINGS = {".svg": "svg", ".json": "json", ".mmd": "mermaid"}
 FORMATS = tuple(dict.fromkeys(form for forms in DRAWINGS.values() for form in forms))
 
 
-@click.command()
+@click.command(cls=Sectioned)
 @model_argument
 @click.option("--tensors", is_flag=True, help="List every tensor: dtype, shape, bytes.")
 @click.option("--check", is_flag=True, help="Read every file and compare its sha256 with the manifest's.")
@@ -80,7 +82,9 @@ def inspect(
         wanted = _numbers("layer", layers, []), _numbers("head", heads, [])
         examine(model, options, layers=wanted[0] or None, heads=wanted[1] or None, out=out, as_json=as_json)
         return
-    _refuse(given(options, ONLY), "belongs to the microscope: give --cache too.")
+    source = click.get_current_context().get_parameter_source
+    said = {name: value for name, value in options.items() if source(name) is ParameterSource.COMMANDLINE}
+    _refuse(said, "belongs to the microscope: give --cache too.")
     maps = {"layer": layers, "head": heads, "cached": cached}
     drawn = "tree" if tree else None if attention is None else "attention"
     if tree and attention is not None:

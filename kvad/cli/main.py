@@ -32,7 +32,9 @@ __all__ = ["COMMANDS", "LazyGroup", "cli", "explain", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("kvad.cli.demo:demo", "Train a small model here and now, and prove its cache."),
     "corpus": ("kvad.cli.corpus:corpus", "Make texts to train on that every machine can make."),
+    "data": ("kvad.cli.data:data", "Prepare texts for training; prove what packing promises."),
     "train": ("kvad.cli.train:train", "Train a model on text files."),
+    "eval": ("kvad.cli.evaluate:evaluate", "How well does a model do on texts, pairs or labels?"),
     "generate": ("kvad.cli.generate:generate", "Continue a prompt."),
     "chat": ("kvad.cli.chat:chat", "Talk with a model."),
     "session": ("kvad.cli.session:session", "Save what the cache holds of a text; go on from it later."),
@@ -45,6 +47,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "render": ("kvad.cli.render:render", "Show the exact prompt of a chat, and its tokens."),
     "import": ("kvad.cli.importing:import_command", "Make kvad's own checkpoint of a Hugging Face model."),
     "export": ("kvad.cli.importing:export_command", "Make a Hugging Face folder of a checkpoint."),
+    "merge": ("kvad.cli.merging:merge_command", "Add an adapter (LoRA) to the weights that it stands beside."),
     "plan": ("kvad.cli.plan:plan", "How much memory will it take? Nothing is loaded."),
     "verify": ("kvad.cli.verify:verify", "Prove that the cache changes nothing."),
     "bench": ("kvad.cli.bench:bench", "Time a cache, and measure what one that forgets costs."),
@@ -55,7 +58,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("kvad.cli.completion:completion", "Print the completion script of a shell."),
 }
 
-_EXTRAS = {"matplotlib": "plot", "transformers": "oracle"}
+_EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval"}
 
 _REFUSALS = {
     errno.EACCES: "permission denied",

@@ -1,7 +1,8 @@
 """``kvad inspect MODEL --cache``: what becomes of every token in the cache, and why (``lab/microscope.py``).
 
 The map goes to stdout; so does ``--json``, the same and all of it (docs/kv-cache.md has its schema).  ``--html`` is
-one file that shows the run step by step and asks nothing of a network.
+one file that shows the run step by step and asks nothing of a network.  The cache is to order as for ``kvad generate``;
+a session is read, and never written.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
+from kvad.cache.sessions import history
 from kvad.cli.common import emit_json, given, token_ids
-from kvad.cli.running import format_options, formats_asked, read_stdin
+from kvad.cli.running import cache_options, open_llm, read_stdin
+from kvad.cli.session import as_saved, saved, sessions_option
 from kvad.errors import DataError, RequestError, UsageError, counted
 
 if TYPE_CHECKING:
@@ -22,19 +26,15 @@ if TYPE_CHECKING:
     from kvad.lab.slide import Slide
     from kvad.llm import LLM
 
-__all__ = ["ONLY", "examine", "microscope_options"]
+__all__ = ["examine", "microscope_options"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 TOKENS = 32
 MOST_ROWS = 8
-_RUN = ("prompt", "file", "ids", "tokens", "samples", "temperature", "seed", "token", "html")
-_CACHE = ("policy", "layout", "block_size", "context", "chunk", "rows", "cache_dtype", "cache_keys", "cache_values")
-ONLY = (*_RUN, *_CACHE)  # what means something with --cache alone
-CACHE_FIELDS = {"policy": "policy", "layout": "layout", "block_size": "block_size", "chunk": "chunk"}
 
 
 def microscope_options(command: Command) -> Command:
-    """Their values are None, or empty, unless they are given."""
+    """Their values are None, False or empty, unless they are given."""
     options: list[Callable[[Any], Any]] = [
         click.option("--cache", is_flag=True, help="Run prompts and show what becomes of their tokens in the cache."),
         click.option(
@@ -54,13 +54,11 @@ def microscope_options(command: Command) -> Command:
         ),
         click.option("--temperature", type=float, help="Of --cache [default: 0, greedy]."),
         click.option("--seed", type=int, help="Of --cache: of the samples [default: 0]."),
-        click.option("--policy", help="Of --cache: as in 'sinks(4, 60)', 'heavy-hitters(64)' [default: full]."),
-        format_options,
-        click.option("--layout", type=click.Choice(["paged", "contiguous"]), help="Of the cache [default: paged]."),
-        click.option("--block-size", type=int, help="Of the cache: slots of a block [default: 16]."),
-        click.option("--chunk", type=int, help="Of the cache: tokens of a prompt in one step [default: 512]."),
-        click.option("--rows", type=int, help=f"Of the cache: live sequences [default: as asked, up to {MOST_ROWS}]."),
-        click.option("--context", type=int, help="Of the cache: tokens of the longest row [default: as asked]."),
+        cache_options,
+        click.option(
+            "--session", metavar="NAME", help="Of --cache: prompts go on from this session; it stays as it is."
+        ),
+        sessions_option,
         click.option("--token", multiple=True, type=int, metavar="I", help="Of --cache: tell this token's story."),
         click.option(
             "--html",
@@ -114,8 +112,13 @@ def examine(
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    if not options["prompt"] and not options["file"]:
-        raise click.UsageError("--cache needs something to run: give --prompt TEXT or --file FILE.")
+    if not options["prompt"] and not options["file"] and options["session"] is None:
+        raise click.UsageError("--cache needs something to run: give --prompt TEXT, --file FILE or --session NAME.")
+    given_here = click.get_current_context().get_parameter_source("sessions") is ParameterSource.COMMANDLINE
+    if options["session"] is None and given_here:
+        raise click.UsageError("--sessions says where a session is: give --session NAME too.")
+    if options["deterministic"]:
+        raise click.UsageError("--deterministic and --cache: weights take the kernel that shows them.")
     for name, least in (("tokens", 0), ("samples", 1), ("rows", 1)):
         if options[name] is not None and options[name] < least:
             raise UsageError(f"--{name} {options[name]}: must be at least {least}")
@@ -131,29 +134,32 @@ def _run(model: Path, options: Mapping[str, Any]) -> Slide:
     from kvad.checkpoint.open import open_checkpoint
     from kvad.lab.microscope import examine as watch
 
+    session, path, before = options["session"], None, list[int]()
+    if session is not None:
+        path, header = saved(session, options)
+        options, before = as_saved(options, header), history(path, header.facts["history"])
     opened = open_checkpoint(model)
-    prompts = _prompts(opened, options)
+    prompts = _prompts(opened, options, before)
     tokens = TOKENS if options["tokens"] is None else options["tokens"]
     with _open(opened, prompts, tokens, options) as llm:
         asked = {"temperature": 0.0, "max_tokens": tokens, **given(options, ("temperature", "seed"))}
         sampling = llm.sampling(n=options["samples"] or 1, **asked)
         tokenizer = llm.tokenizer
         piece: Callable[[int], str] = str if tokenizer is None else tokenizer.token_text
-        return watch(llm.engine, prompts, sampling, model=str(model), piece=piece)
+        state = None if path is None else llm.session(path).state
+        return watch(llm.engine, prompts, sampling, model=str(model), piece=piece, resume=state, session=session or "")
 
 
 def _open(opened: Opened, prompts: Sequence[Sequence[int]], tokens: int, options: Mapping[str, Any]) -> LLM:
     """With a cache of just the size that the prompts ask for, where nothing else is said."""
-    from kvad.llm import LLM
-
     longest = max(map(len, prompts))
-    rows = options["rows"] or min(MOST_ROWS, len(prompts) * (options["samples"] or 1))
+    rows = min(MOST_ROWS, len(prompts) * (options["samples"] or 1))
     context = options["context"] or min(opened.config.limit, longest + max(tokens, 1))
-    fields = {name: options[option] for name, option in CACHE_FIELDS.items() if options[option] is not None}
-    return LLM.load(opened.path, rows=rows, capacity=context, **formats_asked(options), **fields)
+    return open_llm(opened.path, {**options, "context": context}, rows=rows)
 
 
-def _prompts(opened: Opened, options: Mapping[str, Any]) -> list[list[int]]:
+def _prompts(opened: Opened, options: Mapping[str, Any], before: Sequence[int]) -> list[list[int]]:
+    """``before``: the tokens of a session, which every prompt goes on from."""
     from kvad.engine.texts import Texts
 
     if opened.config.kind != "decoder":
@@ -161,9 +167,13 @@ def _prompts(opened: Opened, options: Mapping[str, Any]) -> list[list[int]]:
     texts = Texts(opened.config, opened.tokenizer, opened.generation)
     given_texts = [*(read_stdin() if text == "-" else text for text in options["prompt"])]
     given_texts += [_read(path) for path in options["file"]]
-    made = [texts.prompt(token_ids(text, "--ids") if options["ids"] else text) for text in given_texts]
+    asked = [token_ids(text, "--ids") if options["ids"] else text for text in given_texts]
+    if before:
+        made = [[*before, *texts.more(each)] for each in asked or [""]]
+    else:
+        made = [texts.prompt(each) for each in asked]
     for tokens in made:
-        if len(tokens) > opened.config.limit:
+        if len(tokens) > opened.config.limit and not options["endless"]:
             said = f"the prompt has {counted(len(tokens), 'token')}, the model's limit is {opened.config.limit}"
             raise RequestError(said, "shorten it")
     return made

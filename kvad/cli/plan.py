@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvad.cache.formats import FORMATS
-from kvad.cli.common import emit_json, format_bytes, json_option, parse_bytes
+from kvad.cli.common import Size, emit_json, format_bytes, json_option
 from kvad.cli.helping import Sectioned
 from kvad.cli.policies import park_ram_option, policies_asked, policy_options
 from kvad.cli.tiers import tier_options, tiers_asked
@@ -63,7 +63,11 @@ COUNTS = _Counts()
 @click.option("--deterministic", is_flag=True, help="The same bits in any batch: what its tiles take.")
 @click.option("--chunk", type=int, default=512, show_default=True, help="New tokens of one row in a step, at most.")
 @click.option("--budget", type=int, default=2048, show_default=True, help="New tokens of all rows in a step, at most.")
-@click.option("--fit", metavar="SIZE", help="What could I run in 8GiB?  Several --context and --rows are for this.")
+@click.option(
+    "--fit",
+    type=Size("nothing fits into it"),
+    help="What could I run in 8GiB?  Several --context and --rows are for this.",
+)
 @click.option("--ratios", default="0.75", show_default=True, help="With --fit: shares of a row to drop, as 0.5,0.75.")
 @click.option(
     "--prices",
@@ -90,7 +94,7 @@ def plan(
     deterministic: bool,
     chunk: int,
     budget: int,
-    fit: str | None,
+    fit: int | None,
     ratios: str,
     prices: Path | None,
     mesh: str | None,
@@ -132,8 +136,8 @@ def plan(
     if mesh is not None and fit is not None:
         raise UsageError("--fit asks what one device holds, --mesh what several do", "ask for one of them")
     ranks = None if mesh is None else Mesh.parse(mesh)
-    size, asked = None if fit is None else parse_bytes(fit), {**policies_asked(policies), **tiers_asked(policies)}
-    if size is None:
+    asked = {**policies_asked(policies), **tiers_asked(policies)}
+    if fit is None:
         _one(context, rows)
     found = read_target(target)
     planned = plan_target(
@@ -155,15 +159,15 @@ def plan(
     )
     speed = read_bandwidth() if bandwidth is None else bandwidth * 1e9
     table = None
-    if size is not None and found.config.decoder is not None:
-        table = _table(planned, size, context, rows, ratios, prices)
+    if fit is not None and found.config.decoder is not None:
+        table = _table(planned, fit, context, rows, ratios, prices)
     report = make_report(
         found.name,
         planned,
         available=available_bytes(),
         bandwidth=speed,
         measured=bandwidth is None,
-        fit=size,
+        fit=fit,
         table=table,
         mesh=ranks,
     )

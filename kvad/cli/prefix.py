@@ -16,8 +16,8 @@ from kvad.cache.pins import Pin, find_pin, read_pins, remove_pin
 from kvad.cache.shelf import Shelf
 from kvad.cli.common import emit_json, format_bytes, json_option, model_argument
 from kvad.cli.helping import Sectioned
-from kvad.cli.running import cache_options, open_llm, read_stdin
-from kvad.errors import DataError, RequestError, UsageError, counted
+from kvad.cli.running import cache_options, open_llm, read_text
+from kvad.errors import RequestError, UsageError, counted
 
 __all__ = ["prefix"]
 
@@ -65,9 +65,9 @@ def add(model: Path, prompt: str | None, file: Path | None, name: str, as_json: 
     kvad prefix add runs/demo --file system.txt --name system --tier cache
     kvad prefix add runs/demo --prompt - --name system --cache-dtype int8 < system.txt
     """
-    if (prompt is None) == (file is None):
+    if prompt is None and file is None:
         raise click.UsageError("give the text with --prompt, or its --file")
-    text = _read(file) if prompt is None else read_stdin() if prompt == "-" else prompt
+    text = read_text(prompt, file)
     options["tier"] = options["tier"] or user_cache("tier")
     from kvad.engine.prefixes import keep_prefix
 
@@ -157,16 +157,6 @@ def rm(name: str, tier: Path | None, as_json: bool) -> None:
         emit_json({"tier": folder, "name": name, "removed_blocks": removed, "note": note})
     else:
         click.echo(f"{name}: forgotten, {counted(removed, 'block')} removed{f' ({note})' if note else ''}")
-
-
-def _read(file: Path | None) -> str:
-    if str(file) == "-":
-        return read_stdin()
-    assert file is not None
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not UTF-8 at byte {error.start}") from None
 
 
 def _folder(tier: Path | None) -> Path:

@@ -21,11 +21,11 @@ from kvad.cache.sessions import KIND, VARIABLE, check_ours, default_folder, hist
 from kvad.cli.common import emit_json, format_bytes, json_option, model_argument, words_folder
 from kvad.cli.helping import Sectioned
 from kvad.cli.policies import policies_asked
-from kvad.cli.running import Interrupt, cache_options, open_llm, read_stdin
+from kvad.cli.running import Interrupt, cache_options, open_llm, read_text
 from kvad.cli.sampling import choose_sampling, read_sampling, sampling_options
 from kvad.errors import EntryError, SaveError, UsageError, counted
 
-__all__ = ["as_saved", "session", "sessions_option"]
+__all__ = ["as_saved", "saved", "session", "sessions_option"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 SHOWN = 32  # tokens at the end of a session
@@ -43,7 +43,9 @@ sessions_option = click.option(
 def prompt_options(command: Command) -> Command:
     options = [
         click.option("--prompt", metavar="TEXT", help="What is added to the session; - reads standard input."),
-        click.option("--file", metavar="FILE", type=click.Path(path_type=Path), help="A file of it, UTF-8."),
+        click.option(
+            "--file", metavar="FILE", type=click.Path(path_type=Path), help="A file of it, UTF-8; - is standard input."
+        ),
         click.option("--source", metavar="TEXT", help="Of an encoder-decoder, with the first text: what it answers."),
     ]
     for option in reversed(options):
@@ -77,7 +79,7 @@ def save(model: Path, name: str, over: bool, as_json: bool, **options: Any) -> N
     kvad session save runs/demo notes --file notes.txt
     cat notes.txt | kvad session save runs/demo notes --prompt - --policy "sinks(4, 1020)"
     """
-    text = _text(options)
+    text = read_text(options["prompt"], options["file"])
     if not text:
         raise UsageError("there is no text to save", "--prompt TEXT, or --file FILE")
     path = named(name, _folder(options))
@@ -112,11 +114,10 @@ def load(model: Path, name: str, no_save: bool, as_json: bool, **options: Any) -
     \b
     kvad session load runs/demo notes --prompt "In short: " --max-tokens 64 --temperature 0
     """
-    given, text = read_sampling(options), _text(options)
-    path = named(name, _folder(options))
-    saved = _session(path)
+    given, text = read_sampling(options), read_text(options["prompt"], options["file"])
+    path, header = saved(name, options)
     policies_asked(options)
-    with open_llm(model, as_saved(options, saved), rows=1) as llm:
+    with open_llm(model, as_saved(options, header), rows=1) as llm:
         opened = llm.session(path)
         opened.name = name
         before, sampling = len(opened.tokens), choose_sampling(llm, given, options["bad_word"])
@@ -198,8 +199,7 @@ def show(name: str, model: Path | None, as_json: bool, **options: Any) -> None:
     kvad session show notes
     kvad session show notes --model runs/demo
     """
-    path = named(name, _folder(options))
-    header = _session(path)
+    path, header = saved(name, options)
     told: dict[str, Any] = {"name": name, "path": path, **_summary(header), "identity": dict(header.identity)}
     if model is not None:
         from kvad.text.tokenizer import load_tokenizer
@@ -247,6 +247,13 @@ def rm(names: tuple[str, ...], as_json: bool, **options: Any) -> None:
 # ---------------------------------------------------------------- what they share
 
 
+def saved(name: str, options: Mapping[str, Any]) -> tuple[Path, Header]:
+    """The file of session ``name``, and its header.  UsageError: there is none; EntryError: it is damaged, or another
+    file."""
+    path = named(name, _folder(options))
+    return path, _session(path)
+
+
 def as_saved(options: Mapping[str, Any], header: Header) -> dict[str, Any]:
     """A command's options, and where they say nothing of the cache, what the session was made with."""
     said, cache = dict(options), header.facts.get("said", {}).get("cache", {})
@@ -277,18 +284,6 @@ def _prepare(path: Path) -> None:
 def _folder(options: Mapping[str, Any]) -> Path:
     folder = options["sessions"]
     return folder if folder is not None else default_folder()
-
-
-def _text(options: Mapping[str, Any]) -> str:
-    prompt, file = options["prompt"], options["file"]
-    if prompt is not None and file is not None:
-        raise click.UsageError("--prompt and --file both given: one of them is the text.")
-    if file is not None:
-        try:
-            return str(file.read_text("utf-8"))
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{file}: not UTF-8 at byte {error.start}") from None
-    return read_stdin() if prompt == "-" else prompt or ""
 
 
 def _session(path: Path) -> Header:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvad.cli.common import format_bytes, parse_bytes
-from kvad.errors import UsageError, counted
+from kvad.cli.common import Line, Size, format_bytes, given
+from kvad.errors import counted
 
 if TYPE_CHECKING:
     from kvad.llm import LLM
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["TierUse", "tier_lines", "tier_options", "tier_use", "tiers_asked"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+TIER_SIZE = Size("a tier of no bytes holds nothing")
 _OPTIONS = (
     click.option("--tier", metavar="FOLDER", type=click.Path(path_type=Path), help="Keeps the prefix cache."),
-    click.option("--tier-bytes", metavar="SIZE", help="What it may hold [default: 4GiB]."),
+    click.option("--tier-bytes", type=TIER_SIZE, help="What it may hold [default: 4GiB]."),
     click.option(
-        "--tier-ram", metavar="SIZE", help="Host memory for blocks that the pool had to give up [default: none]."
+        "--tier-ram", type=TIER_SIZE, help="Host memory for blocks that the pool had to give up [default: none]."
     ),
     click.option("--tier-replacement", metavar="lru|arc", help="Which of its blocks goes first [default: lru]."),
 )
@@ -40,28 +41,9 @@ def tier_options(command: Command) -> Command:
 
 
 def tiers_asked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What of them was said, as fields of CacheConfig.  UsageError for a size that is none."""
-    asked: dict[str, Any] = {}
-    if options["tier"] is not None:
-        asked["tier"] = os.fspath(options["tier"])
-    if options["tier_replacement"] is not None:
-        asked["tier_replacement"] = options["tier_replacement"]
-    for name in ("tier_bytes", "tier_ram"):
-        if options[name] is not None:
-            asked[name] = _size(name, options[name])
-    return asked
-
-
-def _size(name: str, text: str) -> int:
-    flag = f"--{name.replace('_', '-')}"
-    try:
-        return parse_bytes(text)
-    except UsageError as error:
-        if text.strip().rstrip("BbKkMmGgTtIi").strip("0.") == "" and "0" in text:
-            raise UsageError(
-                f"{flag} {text}: a tier of no bytes holds nothing", "leave it out, or give it more"
-            ) from None
-        raise UsageError(f"{flag} {text}: {error.message}", error.hint) from None
+    """What of them was said, as fields of CacheConfig."""
+    asked = given(options, ("tier", "tier_bytes", "tier_ram", "tier_replacement"))
+    return {**asked, "tier": os.fspath(asked["tier"])} if "tier" in asked else asked
 
 
 # ---------------------------------------------------------------- statistics
@@ -119,23 +101,22 @@ def tier_use(llm: LLM) -> TierUse | None:
     )
 
 
-def tier_lines(use: TierUse | None) -> list[str]:
+def tier_lines(use: TierUse | None) -> list[Line]:
     if use is None:
         return []
     reasons = ", ".join(f"{count} {why}" for why, count in sorted(use.misses.items())) or "none"
     moved = f"{format_bytes(use.out_bytes)} out of the pool, {format_bytes(use.into_bytes)} into it"
     places = f"{use.ram_tokens:,} from RAM, {use.disk_tokens:,} from disk"
     lines = [
-        f"hits       {counted(use.pool_tokens, 'token')} from the pool, {places}; misses: {reasons}",
-        f"moved      {moved}; {counted(use.evictions, 'block')} evicted, {use.failures} failed, {use.late} late",
+        ("hits", f"{counted(use.pool_tokens, 'token')} from the pool, {places}; misses: {reasons}"),
+        ("moved", f"{moved}; {counted(use.evictions, 'block')} evicted, {use.failures} failed, {use.late} late"),
     ]
     if use.ram_blocks:
-        lines.append(
-            f"tier RAM   {counted(use.ram_blocks, 'block')}, {use.ram_packed} packed, {format_bytes(use.ram_bytes)}"
-        )
+        held = f"{use.ram_packed} packed, {format_bytes(use.ram_bytes)}"
+        lines.append(("tier RAM", f"{counted(use.ram_blocks, 'block')}, {held}"))
     if use.disk_limit:
-        held = f"{format_bytes(use.disk_bytes)} of {format_bytes(use.disk_limit)}"
-        lines.append(f"tier disk  {counted(use.disk_blocks, 'block')}, {use.pinned} pinned, {held}")
+        held = f"{use.pinned} pinned, {format_bytes(use.disk_bytes)} of {format_bytes(use.disk_limit)}"
+        lines.append(("tier disk", f"{counted(use.disk_blocks, 'block')}, {held}"))
     if use.off:
-        lines.append(f"tier disk  off: {use.off}")
+        lines.append(("tier disk", f"off: {use.off}"))
     return lines

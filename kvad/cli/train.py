@@ -15,8 +15,7 @@ from kvad.errors import UsageError, counted, nearest
 if TYPE_CHECKING:
     from kvad.train.config import RunConfig
     from kvad.train.material import Named
-    from kvad.train.progress import PlainProgress
-    from kvad.train.reports import Outcome
+    from kvad.train.reports import Callback, Outcome
 
 __all__ = ["draw_loss_curve", "train"]
 
@@ -43,7 +42,7 @@ PLACES = {
     "eval_every": "train.eval_every",
     "save_every": "train.save_every",
     "objective": "objective.kind",
-    "init": "compress.model",
+    "lora_rank": "lora.rank",
 }
 
 
@@ -75,7 +74,8 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
     type=click.Choice(["next-token", "seq2seq", "masked", "spans", "tag", "classify", "chat", "compress"]),
     help="[default: next-token; of pairs seq2seq, of an encoder masked]",
 )
-@click.option("--init", metavar="MODEL", help="Of compress: the model whose cache is compressed.")
+@click.option("--init", metavar="MODEL", help="A checkpoint to go on from; of compress: whose cache is compressed.")
+@click.option("--lora", "lora_rank", type=int, metavar="RANK", help="Train adapters beside it instead of its weights.")
 @click.option(
     "--preset",
     help="Model shape: tiny, small, demo, medium, base; transformer- and marian-, tiny or base.  [default: small]",
@@ -107,6 +107,11 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option("--device", help="[default: cpu]")
 @click.option("--eval-every", type=int, help="Steps between evaluations.  [default: 250]")
 @click.option("--save-every", type=int, help="Steps between checkpoints.  [default: 500]")
+@click.option("--check-cache", is_flag=True, help="At evaluations: does a cache say what the model says without one?")
+@click.option(
+    "--prompt", "prompts", multiple=True, metavar="TEXT", help="At evaluations: how it goes on; may be repeated."
+)
+@click.option("--bleu", type=click.IntRange(min=1), metavar="N", help="At evaluations: BLEU on N held-out pairs.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of --out, to the bit.")
 @click.option("--overwrite", is_flag=True, help="Let a run that --out holds give way.")
 @json_option
@@ -119,6 +124,9 @@ def train(
     run_file: Path | None,
     assignments: tuple[str, ...],
     tokenizer: str | None,
+    check_cache: bool,
+    prompts: tuple[str, ...],
+    bleu: int | None,
     resume: bool,
     overwrite: bool,
     as_json: bool,
@@ -139,6 +147,8 @@ def train(
     kvad train pairs.tsv --preset transformer-base --vocab-size 37000 --out runs/translate
     kvad train --pairs train.de train.en --validation-pairs val.de val.en --preset transformer-tiny --out runs/de-en
     kvad train --resume --out runs/mine
+    kvad train more/ --init runs/mine --lr 1e-4 --out runs/tuned
+    kvad train more/ --init ./SmolLM2-135M --lora 8 --set lora.targets=all --out runs/adapter
     kvad train corpus/ --objective compress --init runs/mine --set ratio=8 --out runs/summaries
     """
     from kvad.train.config import RunConfig, read_toml
@@ -159,9 +169,10 @@ def train(
     config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
     held = [(Path(validation),)] if validation is not None and share is None else []
     named = _named(corpus, pairs, [*held, *validation_pairs])
+    watchers = _watchers(config, check_cache=check_cache, prompts=prompts, bleu=bleu)
     progress = progress_on(console())
     try:
-        outcome = _run(config, named, out, progress, resume=resume, overwrite=overwrite)
+        outcome = _run(config, named, out, [progress, *watchers], resume=resume, overwrite=overwrite)
     finally:
         progress.close()
     figures = draw_loss_curve(out)
@@ -183,20 +194,34 @@ def _stored_run(out: Path) -> RunConfig:
     return compress.stored_run(out)[0] if _is_compressor(out) else job.stored_run(out)[0]
 
 
+def _watchers(config: RunConfig, *, check_cache: bool, prompts: Sequence[str], bleu: int | None) -> list[Callback]:
+    """What looks at the model while it is trained.  UsageError for what says nothing of this run."""
+    if not (check_cache or prompts or bleu is not None):
+        return []
+    from kvad.lab.callbacks import CheckCache, Continue, Translate
+
+    if config.objective.kind == "compress":
+        raise UsageError(
+            "--check-cache, --prompt and --bleu look at a model, and a compressor is trained", "leave it out"
+        )
+    found: list[Callback] = [CheckCache()] if check_cache else []
+    found += [Continue(prompts)] if prompts else []
+    return [*found, *([Translate(bleu)] if bleu is not None else [])]
+
+
 def _run(
-    config: RunConfig, named: Named, out: Path, progress: PlainProgress, *, resume: bool, overwrite: bool
+    config: RunConfig, named: Named, out: Path, heard: Sequence[Callback], *, resume: bool, overwrite: bool
 ) -> Outcome:
     from kvad.cache.available import available_bytes
     from kvad.train import compress, job
     from kvad.train.config import CompressConfig
 
-    heard = [progress]
     if config.objective.kind == "compress":
         if resume:
             return compress.resume(out, config=config, corpus=named, callbacks=heard)
         return compress.train(config, named, out, overwrite=overwrite, callbacks=heard)
     if config.compress != CompressConfig():
-        raise UsageError("[compress] and --init are for --objective compress", "a language model begins at random")
+        raise UsageError("[compress] is for --objective compress", "--init MODEL alone goes on from a checkpoint")
     if resume:
         return job.resume(out, config=config, corpus=named, available=available_bytes(), callbacks=heard)
     return job.train(config, named, out, overwrite=overwrite, available=available_bytes(), callbacks=heard)
@@ -233,9 +258,12 @@ def _with_flags(
         if isinstance(inner, dict):  # what is no table is refused by RunConfig, by name
             inner[key] = value
 
+    init, flags = flags.get("init"), {name: value for name, value in flags.items() if name != "init"}
     for flag, value in flags.items():
         if value is not None and value != ():
             put(PLACES[flag], list(value) if isinstance(value, tuple) else value)
+    if init is not None:
+        put("compress.model" if _kind(merged) == "compress" else "model.init", init)
     if tokenizer is not None:
         _check_tokenizer(tokenizer)
         put(*(("tokenizer.kind", tokenizer) if tokenizer in KINDS else ("tokenizer.path", tokenizer)))
@@ -272,16 +300,14 @@ def draw_loss_curve(out: Path) -> list[Path]:
         return []
 
 
-def _next(config: RunConfig) -> str:
+def _next(outcome: Outcome, config: RunConfig) -> str:
     """The command that asks the trained model."""
+    from kvad.checkpoint.open import open_checkpoint
+
+    kind = config.resolve(vocab=1).kind if config.init is None else open_checkpoint(outcome.checkpoint).config.kind
     said = {"masked": "fill", "tag": "tag", "classify": "classify", "chat": "chat"}
-    usual = "translate" if config.resolve(vocab=1).kind == "encoder-decoder" else "generate"
-    kind = (
-        "masked"
-        if config.resolve(vocab=1).kind == "encoder" and config.objective.kind == "auto"
-        else config.objective.kind
-    )
-    return said.get(kind, usual)
+    usual = {"encoder-decoder": "translate", "encoder": "fill"}.get(kind, "generate")
+    return said.get(config.objective.kind, usual)
 
 
 def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as_json: bool) -> None:
@@ -304,4 +330,4 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
         policy = f"hierarchy({wanted.recent}, packed=0, summaries=N, ratio={wanted.ratio}, every={wanted.every})"
         click.echo(f'next:  kvad generate {wanted.model} --compressor {out} --policy "{policy}"', err=True)
     else:
-        click.echo(f"next:  kvad {_next(config)} {out}", err=True)
+        click.echo(f"next:  kvad {_next(outcome, config)} {out}", err=True)

@@ -95,7 +95,8 @@ class Engine:
     steps (on a CPU, of one process: other machines, builds and numbers of threads round otherwise).
     ``compressor``: what makes the policy's summaries; ConfigError where the policy has none, or of another ratio.
     ``memory``: what makes the memory, where it is one of several ranks (``parallel/ranks.py``); ``weights``: the
-    fingerprint of all ranks' weights, for :meth:`identity`, which sees this rank's part alone.
+    fingerprint of all ranks' weights, for :meth:`identity`, which sees this rank's part alone.  ``adapter``: the
+    fingerprint of what was merged into the weights, which :meth:`identity` names.
     ``park_dir``: where rows that give way are written when ``cache.park_ram`` is full; ``costs``: what decides whether
     they are.  ``disk``: what spilled and parked tokens go through (tests break it).
     """
@@ -114,6 +115,7 @@ class Engine:
         stop_tokens: frozenset[int] = frozenset(),
         memory: Callable[..., Memory] | None = None,
         weights: str | None = None,
+        adapter: str = "",
         park_dir: str | Path | None = None,
         costs: Costs | None = None,
         disk: Disk = DISK,
@@ -132,6 +134,7 @@ class Engine:
             compressor = compressor.to(self.device)
         self.deterministic = deterministic
         self._weights = weights  # their fingerprint, when it was asked for
+        self._adapter = {"adapter": adapter} if adapter else {}
         self._summaries = "" if compressor is None else compressor.fingerprint()
         with ExitStack() as opened:  # what fails on the way leaves no file, no thread and no lock behind
             self.memory = (Memory if memory is None else memory)(
@@ -382,6 +385,7 @@ class Engine:
             summaries=self._summaries,
             regime=regime,
             salt=salt,
+            **self._adapter,
         )
 
     def _pieces(self, events: Sequence[Event]) -> list[Piece]:

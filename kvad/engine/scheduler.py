@@ -43,7 +43,6 @@ __all__ = ["Plan", "Row", "Scheduler", "SchedulerStats", "Usage", "Work"]
 
 MOST_LOSSES = 2  # a row whose spilled part was lost is computed again so often, then it ends
 KEPT_USAGES = 4096  # of ended requests, the latest
-FETCHES = 2  # rows whose blocks are brought from the tiers at once, and the oldest: their bytes are in host memory
 LOG = logging.getLogger(__name__)
 
 
@@ -262,7 +261,7 @@ class Scheduler:
             for row, error in self.swaps.lost(self._waiting):
                 self._end(row, "error", error, tell=True)
         if self.swaps.holding and self._waiting:
-            row = next((row for row in self._waiting if self._ready(row)), self._waiting[0])
+            row = next((row for row in self._waiting if self._seating.ready(row)), self._waiting[0])
             self.swaps.fetch(row)
 
     def _continue(self) -> tuple[list[Item], int]:
@@ -295,10 +294,10 @@ class Scheduler:
         place = 0
         while place < len(self._waiting) and self._seats and left > 0:
             row = self._waiting[place]
-            if row.group.source is not None or not self._ready(row) or not self._fetched(row):
+            if row.group.source is not None or not self._seating.able(row):
                 place += 1
                 continue
-            if not self._enter(row, not self._running and not fresh, fresh):
+            if not self._seating.enter(row, self.swaps, [each for _, each, _ in fresh]):
                 self._blocked = self.ledger.releases
                 break
             del self._waiting[place]
@@ -318,10 +317,10 @@ class Scheduler:
         place, now = 0, self._clock()
         while place < len(self._waiting) and self._seats:
             row = self._waiting[place]
-            if row.group.source is None or not self._ready(row) or not self._fetched(row):
+            if row.group.source is None or not self._seating.able(row):
                 place += 1
                 continue
-            if not self._enter(row, alone=not self._running):
+            if not self._seating.enter(row, self.swaps):
                 self._blocked = self.ledger.releases
                 return
             del self._waiting[place]
@@ -353,72 +352,6 @@ class Scheduler:
         nothing = Placed(Moves((), ()), (), ())
         self._flying = Plan((), (), nothing, Encoding(rows, lanes, placed))
         return self._flying
-
-    def _ready(self, row: Row) -> bool:
-        """Samples 1 .. n-1 wait until sample 0 has computed the prompt that they share."""
-        first = row.group.rows[0]
-        if row is first or first.state in (DONE, IDLE):
-            return True
-        return first.state == RUNNING and first.computed >= row.prompt_len
-
-    def _fetched(self, row: Row) -> bool:
-        """Is all here that the tiers have of this row?  It is asked when a row might be admitted; few are brought at
-        once, and only they wait: who needs nothing from there goes past them."""
-        if self.ledger.deposits is None or row.parked is not None or not row.tokens:
-            return True
-        if row.fetch is None:
-            row.fetch = self.ledger.fetch(row.tokens, row.group.root, self._most(row))
-        if row.fetch.ready():
-            return True
-        others = sum(other.fetch is not None and bool(other.fetch.tickets) for other in self._waiting)
-        if row.fetch.started or (others >= FETCHES and row is not self._waiting[0]):  # the oldest waits for nobody
-            return False
-        row.fetch.start()
-        return row.fetch.ready()
-
-    def _most(self, row: Row) -> int | None:
-        """Tokens that a hit of this row may cover, where prompt log-probabilities are wanted."""
-        return row.scored if row.wants_prompt and row.scored < row.prompt_len - 1 else None
-
-    def _claims(self, fresh: Sequence[Item]) -> list[tuple[int, int]]:
-        """Rows that have still to take blocks for what they were admitted with.  An admission looks past them, as long
-        as no watermark has to be kept: they may preempt it."""
-        if not any(self.ledger.spare):
-            return []
-        rows = [*self._running, *(row for _, row, _ in fresh)]
-        return [(row.seat, len(row.tokens)) for row in rows]
-
-    def _enter(self, row: Row, alone: bool, fresh: Sequence[Item] = ()) -> bool:
-        """Give a row a seat and what the cache knows of it; False, and no change, if its tokens have no room now."""
-        idle = self._seating.idle_beams(row)
-        if len(self._seats) <= len(idle) or not self.swaps.ready(row):
-            return False
-        if not alone and not self.swaps.safe(row, [*self._running, *(each for _, each, _ in fresh)]):
-            return False
-        seat = row.seat = self._seats[0]
-        length = self._woken(row, seat) if row.parked is not None else self._seating.share(row, seat)
-        if length == 0 and row.parked is not None:
-            row.seat = -1
-            return False
-        if length is None:
-            length = self.ledger.admit(seat, row.tokens, row.group.root, self._most(row), row.fetch)
-            assert length is not None, f"seat {seat} is taken"
-        if row.group.source is not None and not row.encoded and not self._seating.attach(row, seat, row.group.source):
-            self._seating.leave(row, seated=False)
-            return False
-        row.computed = length
-        if not alone and not self.ledger.fits(seat, len(row.tokens), self._claims(fresh)):
-            self._seating.leave(row, seated=False)
-            return False
-        heapq.heappop(self._seats)
-        for beam in idle:
-            beam.seat = heapq.heappop(self._seats)
-        return True
-
-    def _woken(self, row: Row, seat: int) -> int:
-        """The length of a parked row that has its blocks again; 0: there is no room for them."""
-        assert row.parked is not None
-        return row.parked.length if self.ledger.wake(seat, row.parked) else 0
 
     def _reserve(self, items: list[Item], fresh: list[Item]) -> tuple[list[Item], Placed] | None:
         """Place all of ``items``, and as many of ``fresh`` as there is room for: the others wait on."""

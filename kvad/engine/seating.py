@@ -2,7 +2,7 @@
 
 Invariants: a row is in exactly one of *waiting* (no seat, no blocks), *running* (a seat) and neither (it has ended, or
 is a beam that has no history, with a seat that is kept for it or without); the lowest free seat is taken first; both
-lists stand in the order in which rows came.  Never: a decision about who runs.  Integers only, no torch.
+lists stand in the order in which rows came.  Never: a decision about whose turn it is.  Integers only, no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from collections.abc import Sequence
 
 from kvad.cache.ledger import Ledger
 from kvad.engine.row import DONE, IDLE, RUNNING, WAITING, Request, Row
+from kvad.engine.swaps import Swaps
 
 __all__ = ["Seating"]
+
+FETCHES = 2  # rows whose blocks are brought from the tiers at once, and the oldest: their bytes are in host memory
 
 
 class Seating:
@@ -32,6 +35,63 @@ class Seating:
         """The row waits, at its place in the order."""
         insort(self.waiting, row, key=_order)
 
+    def able(self, row: Row) -> bool:
+        """Could a waiting row go on if it had a seat?"""
+        return self.ready(row) and self._fetched(row)
+
+    def ready(self, row: Row) -> bool:
+        """Samples 1 .. n-1 wait until sample 0 has computed the prompt that they share."""
+        first = row.group.rows[0]
+        if row is first or first.state in (DONE, IDLE):
+            return True
+        return first.state == RUNNING and first.computed >= row.prompt_len
+
+    def _fetched(self, row: Row) -> bool:
+        """Is all here that the tiers have of this row?  It is asked when a row might be admitted; few are brought at
+        once, and only they wait: who needs nothing from there goes past them."""
+        if self._ledger.deposits is None or row.parked is not None or not row.tokens:
+            return True
+        if row.fetch is None:
+            row.fetch = self._ledger.fetch(row.tokens, row.group.root, _most(row))
+        if row.fetch.ready():
+            return True
+        others = sum(other.fetch is not None and bool(other.fetch.tickets) for other in self.waiting)
+        if row.fetch.started or (others >= FETCHES and row is not self.waiting[0]):  # the oldest waits for nobody
+            return False
+        row.fetch.start()
+        return row.fetch.ready()
+
+    def enter(self, row: Row, swaps: Swaps, fresh: Sequence[Row] = ()) -> bool:
+        """Give a row a seat and what the cache knows of it; False, and no change, if its tokens have no room now,
+        beside those that run and ``fresh`` ones that are about to."""
+        idle, others = self._idle_beams(row), [*self.running, *fresh]
+        if len(self.free) <= len(idle) or not swaps.ready(row):
+            return False
+        if others and not swaps.safe(row, others):
+            return False
+        seat = row.seat = self.free[0]
+        if row.parked is not None and not self._ledger.wake(seat, row.parked):
+            row.seat = -1
+            return False
+        length = row.parked.length if row.parked is not None else self._share(row, seat)
+        if length is None:
+            length = self._ledger.admit(seat, row.tokens, row.group.root, _most(row), row.fetch)
+            assert length is not None, f"seat {seat} is taken"
+        if row.group.source is not None and not row.encoded and not self._attach(row, seat, row.group.source):
+            self.leave(row, seated=False)
+            return False
+        row.computed = length
+        # Others have still to take blocks for what they were admitted with.  An admission looks past that, as long as
+        # no watermark has to be kept: they may preempt it.
+        claims = [(each.seat, len(each.tokens)) for each in others] if any(self._ledger.spare) else []
+        if others and not self._ledger.fits(seat, len(row.tokens), claims):
+            self.leave(row, seated=False)
+            return False
+        heapq.heappop(self.free)
+        for beam in idle:
+            beam.seat = heapq.heappop(self.free)
+        return True
+
     def sit(self, row: Row, now: float) -> None:
         """The row, which has taken its seat, runs from ``now`` on."""
         row.state = RUNNING
@@ -41,7 +101,7 @@ class Seating:
             usage.admitted = now
             usage.cached = row.computed
 
-    def share(self, row: Row, seat: int) -> int | None:
+    def _share(self, row: Row, seat: int) -> int | None:
         """Fork a new sample from a sibling that has the prompt: all of it but the last token, which gives logits."""
         length = row.prompt_len - 1
         if row.sample == 0 or row.generated or length == 0:
@@ -54,7 +114,7 @@ class Seating:
                 return length
         return None
 
-    def attach(self, row: Row, seat: int, source: tuple[int, ...]) -> bool:
+    def _attach(self, row: Row, seat: int, source: tuple[int, ...]) -> bool:
         """Hold the row's source: a sibling's, a known one, or room for it; False: there is no room now."""
         if not row.tokens:
             return True  # nothing is kept
@@ -70,7 +130,7 @@ class Seating:
         row.encoded = known is True
         return known is not None
 
-    def idle_beams(self, row: Row) -> list[Row]:
+    def _idle_beams(self, row: Row) -> list[Row]:
         """Beams that take a seat with this row, the first of its search to be seated: they will be forked into it."""
         rows = row.group.rows if row.group.beams is not None else []
         return [beam for beam in rows if beam.state == IDLE and beam.seat < 0]
@@ -118,6 +178,11 @@ class Seating:
             assert row.computed == self._ledger.length(row.seat), "the row and the ledger disagree on its length"
             answered = (row.group.source is not None and not row.tokens) or row.pending is not None
             assert answered or row.computed < len(row.tokens) <= row.limit, "a row with nothing to compute is running"
+
+
+def _most(row: Row) -> int | None:
+    """Tokens that a hit of this row may cover, where prompt log-probabilities are wanted."""
+    return row.scored if row.wants_prompt and row.scored < row.prompt_len - 1 else None
 
 
 def _order(row: Row) -> tuple[int, int]:

@@ -177,6 +177,11 @@ class Session:
     # ------------------------------------------------------------ inside
 
     @property
+    def state(self) -> State | None:
+        """What the next turn begins from, where anything is kept of the tokens."""
+        return self._state
+
+    @property
     def _engine(self) -> Engine:
         return self._desk.engine
 

@@ -13,17 +13,18 @@ Integers, and costs as they are told; no torch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from kvad.cache.descent import blocks_of
 from kvad.cache.ledger import Ledger
-from kvad.cache.parking import Parking, ParkingStats
+from kvad.cache.parking import Parking, ParkingStats, Room
 from kvad.cache.sizing import group_bytes
 from kvad.engine.costs import Costs, Way
 from kvad.engine.row import Row
 
-__all__ = ["SwapStats", "Swaps"]
+__all__ = ["SwapStats", "Swapped", "Swaps"]
 
 LOG = logging.getLogger(__name__)
 
@@ -44,6 +45,17 @@ class SwapStats:
     costs: dict[str, float] = field(default_factory=dict)
 
 
+class Swapped(NamedTuple):
+    """What became of a row that gave way: its copy went "out" or came "back", its tokens are computed "again", or its
+    copy is "lost" or "dropped" (enough of it is known by now).  ``place``: to or from where; None: to host memory
+    beyond its bound, or back from elsewhere (``Ledger.adopt``)."""
+
+    what: Literal["out", "back", "again", "lost", "dropped"]
+    place: Room | None = None
+    nbytes: int = 0
+    why: str = ""
+
+
 class Swaps:
     """Decides for the rows of one scheduler.  ``parking`` None: lossy rows are copied without a bound and kept by the
     device alone, exact ones are always computed again.  ``block_bytes``: of each group, as the memory says."""
@@ -62,6 +74,7 @@ class Swaps:
         self._block_bytes = block_bytes[: len(self._groups)]
         self._recomputed = self._tokens = self._ram = self._disk = self._bytes = self._lost = 0
         self._seconds: dict[Way, float] = {}
+        self.witness: Callable[[Row, Swapped], None] | None = None  # hears what becomes of every row
         if parking is not None:
             parking.told = self.told
 
@@ -77,6 +90,7 @@ class Swaps:
         if row.parked is None and not self._parks(row):
             self._recomputed += 1
             self._tokens += row.computed
+            self._tell(row, Swapped("again"))
             return f"its {row.computed} tokens are to be computed again"
         anew, nbytes = row.parked is None, self.nbytes(row)
         where = "ram" if self.parking is None else self.parking.room(nbytes, needed=self._ledger.lossy)
@@ -86,6 +100,7 @@ class Swaps:
         if self.parking is not None:
             self.parking.keep(row.parked.key, nbytes, row.order, needed=self._ledger.lossy)
         self._bytes += nbytes
+        self._tell(row, Swapped("out", where, nbytes))
         self._ram, self._disk = self._ram + (where != "disk"), self._disk + (where == "disk")
         return f"{nbytes:,} bytes are swapped to {where or 'host memory, beyond its bound: nothing else has room'}"
 
@@ -123,6 +138,7 @@ class Swaps:
         if self.parking is not None and row.parked is not None and self.parking.state(row.parked.key) == "away":
             if self._known_by_now(row):
                 self.forget(row)
+                self._tell(row, Swapped("dropped"))
             else:
                 self.parking.fetch(row.parked.key)
 
@@ -145,7 +161,9 @@ class Swaps:
     def woken(self, row: Row) -> None:
         """The moves that wake the row are told."""
         if self.parking is not None and row.parked is not None:
-            self.parking.take(row.parked.key)
+            key = row.parked.key
+            self._tell(row, Swapped("back", self.parking.origin(key), self.parking.nbytes(key)))
+            self.parking.take(key)
         row.parked = None
 
     def forget(self, row: Row) -> None:
@@ -166,12 +184,17 @@ class Swaps:
             why = self.parking.fault(row.parked.key)
             self._lost += 1
             self.forget(row)
+            self._tell(row, Swapped("lost", why=why))
             if self._ledger.lossy:
                 ended.append((row, f"what the cache had kept of this row is lost, and cannot be computed again: {why}"))
             else:
                 LOG.info("request %d, sample %d: it is computed again: %s", row.request, row.sample, why)
                 self._recomputed += 1
         return ended
+
+    def _tell(self, row: Row, swapped: Swapped) -> None:
+        if self.witness is not None:
+            self.witness(row, swapped)
 
     @property
     def holding(self) -> bool:

@@ -188,6 +188,7 @@ $("facts").textContent = `${data.policy}, ${data.layout}, ${data.layers} layers,
 $("groups").replaceChildren(...data.groups.map((group) => make("p",
   `${spans("layer", group.layers)}: ${group.form === "hot" ? group.policy : group.form}, ${group.stored}, ` +
   `${group.kv_heads} kv heads, blocks of ${group.block_size}`, "dim")));
+$("places").replaceChildren(...data.places.map((place) => make("p", `at the end, ${place.text}`, "dim")));
 $("rows").replaceChildren(...data.rows.map((row, number) => {
   const option = make("option", `row ${number}: ${row.pieces.slice(0, 8).join("").slice(0, 40)}\u2026`);
   option.value = number;

@@ -22,6 +22,7 @@ BODY = """<main>
 <h1 id="title"></h1>
 <p id="facts"></p>
 <div id="groups"></div>
+<div id="places"></div>
 <div class="card">
 <div class="bar"><select id="rows" aria-label="row"></select><button id="play">Play</button>
 <input id="step" type="range" min="0" value="0" aria-label="step"><span id="now"></span></div>

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from kvad.aside import leftover
+from kvad.aside import leftover, leftovers
 from kvad.cache.disk import DISK
 from kvad.cache.entry import open_entry
 from kvad.cache.pins import ENDING, read_pins
@@ -55,9 +55,8 @@ def _locked(folder: Path) -> int | None:
 
 
 def _orphans(folder: Path, fix: bool) -> Iterator[Finding]:
-    found = [each for path in sorted(folder.iterdir()) if (each := leftover(path)) is not None]
     dead = []
-    for each in found:
+    for each in leftovers(folder):
         with suppress(FileNotFoundError):
             if not each.in_use:
                 dead.append(each.path)

@@ -35,6 +35,7 @@ def text(
     """
     parts = [f"{slide.model}: {slide.policy}, {slide.layout}, {counted(len(slide.steps), 'step')}"]
     parts += [f"  {line}" for line in _groups(slide)]
+    parts += ["  at the end", *(f"    {place.text}" for place in slide.places)] if slide.places else []
     for number, row in enumerate(slide.rows):
         chosen = [line for line in row.lines if _wanted(line, layers, heads)]
         parts += ["", *_heading(number, row), *_map(row, chosen, width), *_tally(row, chosen)]
@@ -75,6 +76,7 @@ def numbers(name: str, values: Iterable[int]) -> str:
 def _heading(number: int, row: Row) -> Iterator[str]:
     sample = f", sample {row.sample}" if row.sample else ""
     claimed = f", {row.claimed} of them found in the prefix cache" if row.claimed else ""
+    claimed += f", {row.restored} of them restored" if row.restored else ""
     ended = f", ended by {row.finish}" if row.finish else ""
     yield (
         f"row {number}{sample}: {counted(row.prompt, 'token')} of prompt{claimed}, "

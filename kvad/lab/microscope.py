@@ -1,7 +1,8 @@
 """The cache microscope: run prompts on a real engine and note what becomes of every token, and why.
 
 Nothing is computed a second time, and nothing of it is in an engine that runs unwatched.  A :class:`Recorder` attaches
-itself to three seams: the memory's probe (attention), its witness (ranks of a cut), and the runner (a step's plan).
+itself to five seams: the memory's probe (attention), its witness (ranks of a cut), the runner (a step's plan), what the
+tiers have brought (``Deposits.found``), and the witness of rows that give way (``Swaps``).
 After each step it reads what *is* in the memory, its positions and those of its heads, and lays it beside what was
 there before; a change is explained by what the step's moves, masks and ranks say.  It waits for the device at every
 layer, and weights take the kernel that shows them: watched runs are slow, and say the same.
@@ -20,12 +21,14 @@ from torch import Tensor
 from kvad.cache.cuts import Cut
 from kvad.cache.formats import joined
 from kvad.cache.sizing import Group, group_bytes
+from kvad.cache.state import State
 from kvad.config import mixers
 from kvad.engine import row as rows
 from kvad.engine.engine import Engine, Piece
 from kvad.engine.request import Sampling
 from kvad.engine.runner import Runner
 from kvad.engine.scheduler import Plan, Work
+from kvad.engine.swaps import Swapped
 from kvad.errors import EngineError, RequestError
 from kvad.lab.noted import (
     AWAY,
@@ -45,7 +48,9 @@ from kvad.lab.noted import (
     scattered,
     spread,
 )
+from kvad.lab.places import places
 from kvad.lab.slide import STATES, Change, Level, Life, Line, Row, Slide, Span, Step, Why
+from kvad.lab.whence import Origin, away, begun, fell, kept_of, left_why, seated
 from kvad.ops.lanes import Seen
 from kvad.step import Mark, Reach
 
@@ -61,21 +66,25 @@ def examine(
     *,
     model: str = "",
     piece: Callable[[int], str] = str,
+    resume: State | None = None,
+    session: str = "",
 ) -> Slide:
     """Run ``prompts`` to their end, each from when the one before has its first token, so that it can find its blocks.
 
-    RequestError for a model that is no decoder, and for a prompt that the engine refuses; EngineError if it is at work.
+    ``resume``: what an earlier request left, of the session of this name; every prompt goes on from it, as far as it
+    agrees.  RequestError for a model that is no decoder, a mesh, and a prompt that the engine refuses; EngineError if
+    it is at work.
     """
     if engine.model.config.kind != "decoder":
         raise RequestError(f"an {engine.model.config.kind} cannot be examined yet", "examine a decoder")
     if not engine.idle:
         raise EngineError("the engine is at work: what others ask of it would be on the slide")
-    with Recorder(engine) as recorder:
+    with Recorder(engine, resume, session) as recorder:
         waiting, latest = list(prompts), -1
         spoken = {latest}  # requests that gave anything
         while waiting or not engine.idle:
             if waiting and latest in spoken:
-                latest = engine.submit(waiting.pop(0), sampling)
+                latest = engine.submit(waiting.pop(0), sampling, resume=resume)
             pieces = engine.step()
             recorder.settled(pieces)
             spoken |= {each.request for each in pieces}
@@ -98,9 +107,15 @@ class _Runner(Runner):
 
 
 class Recorder:
-    """``with Recorder(engine) as recorder``: every step until the end of the block is noted."""
+    """``with Recorder(engine) as recorder``: every step until the end of the block is noted.  ``left``: what requests
+    are submitted with to go on from, of the session of this name.  RequestError for a mesh of several ranks."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, left: State | None = None, session: str = "") -> None:
+        if engine.memory.ranks > 1:
+            raise RequestError(
+                f"a mesh of {engine.memory.ranks} ranks cannot be examined: each sees its own heads and layers alone",
+                "examine one process: what becomes of a token is the same there",
+            )
         self.engine, self.memory, self.ledger = engine, engine.memory, engine.ledger
         self.own = self.ledger.own
         self.below = [
@@ -114,18 +129,26 @@ class Recorder:
         self.step = 0
         self.plan: Plan | None = None
         self.cuts: dict[tuple[int, int], Cut] = {}  # of this step, by seat and layer
+        self.left, self.session = left, f"session {session}" if session else "what an earlier request left"
+        self.moved: list[tuple[rows.Row, Swapped]] = []  # since the last step
         self._latest: list[Noted] = []
         self._before = engine.runner, engine.memory.probe, engine.memory.witness
 
     def __enter__(self) -> Recorder:
         self.memory.probe, self.memory.witness = self.probe, self.cut
         self.engine.runner = _Runner(self.engine.runner, self)
+        self.engine.swaps.witness = lambda row, swapped: self.moved.append((row, swapped))
+        if self.ledger.deposits is not None:
+            self.ledger.deposits.found = {}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.engine.runner, self.memory.probe, self.memory.witness = self._before
+        self.engine.swaps.witness = None
+        if self.ledger.deposits is not None:
+            self.ledger.deposits.found = None
 
     def _policy(self, group: Group) -> str:
         """What decides in these layers, in words."""
@@ -184,28 +207,51 @@ class Recorder:
     def begin(self, plan: Plan) -> None:
         self.step, self.plan = self.step + 1, plan
         self.cuts.clear()
-        for row in self.rows.values():
-            if row.row.state == rows.WAITING and not row.away:
-                self._gone_away(row)
+        back = self._hear()
         for work in plan.work:
             key = work.row.request, work.row.sample
-            if key not in self.rows:
-                count = [1 if g.scored is None else len(g.layers) * g.mixer.kv_heads for g in self.own]
-                forked = work.start if work.row.sample else 0
-                row = self.rows[key] = Noted(len(self.rows), work.row, work.start - forked, count)
-                told = f", {work.start} tokens found in the prefix cache" if row.claimed else ""
-                told = f", {forked} tokens shared with sample 0" if forked else told
-                row.life.append(Life(self.step, f"seated{told}"))
-            elif self.rows[key].away:
-                self.rows[key].away = False
-                self.rows[key].life.append(Life(self.step, f"seated again, with {work.start} tokens"))
+            row = self.rows.get(key)
+            if row is None or row.away:
+                self._seat(row, work, back.get(key))
 
-    def _gone_away(self, row: Noted) -> None:
-        parked = row.row.parked is not None
-        told = "parked: copied out to the host" if parked else "preempted: given back, to be computed again"
-        row.away = True
+    def _hear(self) -> dict[tuple[int, int], Swapped]:
+        """Note who has given way since the last step, and what was lost of them; returns whose copies are back."""
+        back = {}
+        for own, swapped in self.moved:
+            key = own.request, own.sample
+            row = self.rows.get(key)
+            if swapped.what == "back":
+                back[key] = swapped
+            elif row is not None and swapped.what in ("out", "again"):
+                self._gone_away(row, swapped)
+            elif row is not None:  # its copy is lost, or wanted no more
+                row.life.append(Life(self.step, fell(swapped)))
+        self.moved.clear()
+        return back
+
+    def _seat(self, row: Noted | None, work: Work, swapped: Swapped | None) -> None:
+        """A row takes its place, for the first time (None) or again."""
+        deposits, forked = self.ledger.deposits, row is None and work.start > 0 and work.row.sample > 0
+        found = None if deposits is None or deposits.found is None else deposits.found.get(work.row.seat)
+        way, place = begun(swapped, forked), "" if swapped is None else swapped.place or ""
+        size = self.own[0].block_size
+        origin = Origin(self.step, way, work.start, size, place, self.session, kept_of(found))
+        again, missed, nbytes = "", "", 0 if swapped is None else swapped.nbytes
+        if row is None:
+            count = [1 if g.scored is None else len(g.layers) * g.mixer.kv_heads for g in self.own]
+            row = self.rows[work.row.request, work.row.sample] = Noted(len(self.rows), work.row, origin, count)
+            missed = self.engine.usage(work.row.request).missed
+            if way == "restored" and self.left is not None and self.left.length == work.start:
+                nbytes = self.left.nbytes
+        else:
+            row.origin, row.away, again = origin, False, " again"
+        row.life.append(Life(self.step, f"seated{again}{seated(origin, found, nbytes, missed)}"))
+
+    def _gone_away(self, row: Noted, swapped: Swapped) -> None:
+        cause, told = away(swapped, row.known)
+        row.away, row.before = True, [codes.clone() for codes in row.codes]
         row.life.append(Life(self.step, told))
-        why = Why("parked" if parked else "preempted", f"{told}, at step {self.step}", row.known)
+        why = Why(cause, f"{told}, at step {self.step}", row.known, source=swapped.place)
         for index, codes in enumerate(row.codes):
             lost = (codes != EVICTED) & (codes != UNWRITTEN)
             for line, at in lost.nonzero().tolist():
@@ -255,7 +301,8 @@ class Recorder:
             held = torch.cat([table.held[layer] for layer in group.layers])
             return laid(held, state.expand_as(held), end)
         codes = laid(table.held.unsqueeze(0), state.unsqueeze(0), end)
-        codes[0, : row.claimed][codes[0, : row.claimed] == HOT] = SHARED
+        found = row.origin.tokens if row.origin.way == "found" else 0
+        codes[0, :found][codes[0, :found] == HOT] = SHARED
         for level in self.below[index]:
             ratio, lower = self._ratio(level), row.tables[level].held
             assert isinstance(lower, Tensor)
@@ -277,9 +324,9 @@ class Recorder:
         for line, at in changed:
             was, now = int(old[line, at]), int(codes[line, at])
             if now == EVICTED:
-                why = self._why_left(index, line, at, was, work, passed, cuts)
+                why = self._why_left(row, index, line, at, was, work, passed, cuts)
             else:
-                why = self._why_here(row, index, at, was, now, work)
+                why = self._why_here(row, index, line, at, was, now, work)
             row.note(index, line, Change(self.step, at, at, NAMES[now], why))
         before[:, :end] = codes
 
@@ -303,21 +350,36 @@ class Recorder:
         return told
 
     def _why_left(
-        self, index: int, line: int, at: int, was: int, work: Work, passed: list[int], cuts: dict[int, dict[int, Why]]
+        self,
+        row: Noted,
+        index: int,
+        line: int,
+        at: int,
+        was: int,
+        work: Work,
+        passed: list[int],
+        cuts: dict[int, dict[int, Why]],
     ) -> Why:
         policy, when = self.policies[index], f"at step {self.step}"
-        if passed and passed[at]:
-            return Why("window", f"passed {when} by {policy} at length {passed[at]}", passed[at])
         if at in cuts.get(line, {}):
             return cuts[line][at]
+        before = row.origin.way == "restored" and was == UNWRITTEN and at < work.start
+        if passed and passed[at] and not (before and passed[at] <= work.start):
+            return Why("window", f"passed {when} by {policy} at length {passed[at]}", passed[at])
         if was == UNWRITTEN and at < work.start:
-            return Why("fork", f"not held any more by the sample that this row was forked from, {when}", work.start)
+            return left_why(row.origin, work.start)
         if self.own[index].levels is not None:
             return Why("gone", f"gone {when} at length {work.start}: {policy} keeps no more", work.start)
         return Why("lost", f"lost {when}: no policy says why, this is a bug", work.start)
 
-    def _why_here(self, row: Noted, index: int, at: int, was: int, now: int, work: Work) -> Why:
+    def _why_here(self, row: Noted, index: int, line: int, at: int, was: int, now: int, work: Work) -> Why:
         when, length = f"at step {self.step}", work.start
+        lower = NAMES[now] if now in (PACKED, SUMMARISED, SPILLED) else ""
+        if was == AWAY and at >= work.start:
+            return Why("again", f"computed again {when}{f', {lower}' if lower else ''}", length)
+        came = at < work.start and row.origin.step == self.step and row.origin.way != "shared"
+        if came and (was == UNWRITTEN or (was == AWAY and (not lower or int(row.before[index][line, at]) == now))):
+            return row.origin.why(index, at, length, lower)
         if now == SPILLED:
             return Why("spilled", f"spilled {when} at length {length}: read back by every later query", length)
         if now == PACKED:
@@ -329,10 +391,6 @@ class Recorder:
             first = at // ratio * ratio
             others = f"one slot for tokens {first} to {first + ratio - 1}"
             return Why("summary", f"summarised {when} at length {length}: {others}", length)
-        if was == AWAY:
-            return Why("back", f"back {when}", length)
-        if now == SHARED and at < min(row.claimed, work.start):
-            return Why("hit", f"found {when} in the prefix cache", length)
         if now == SHARED:
             return Why("shared", f"shared {when}: other rows count on its block", length)
         if was == SHARED:
@@ -343,6 +401,7 @@ class Recorder:
 
     def slide(self, model: str, piece: Callable[[int], str]) -> Slide:
         """All that was noted so far."""
+        self._hear()
         groups = []
         for group in self.memory.groups:
             form = "hot" if group.level is None else "packed" if group.level.ratio == 1 else "summarised"
@@ -353,7 +412,8 @@ class Recorder:
             groups.append(Level(form, group.layers, heads, policy, stored, group.block_size, group.usable, size))
         cache = self.engine.cache
         every = tuple(self._row(row, piece) for row in self.rows.values())
-        return Slide(model, str(cache.kept), cache.layout, len(self.group_of), tuple(groups), tuple(self.steps), every)
+        steps, lives = tuple(self.steps), places(self.engine, self.steps)
+        return Slide(model, str(cache.kept), cache.layout, len(self.group_of), tuple(groups), steps, every, lives)
 
     def _row(self, row: Noted, piece: Callable[[int], str]) -> Row:
         tokens, lines = row.row.tokens, []
@@ -386,4 +446,5 @@ class Recorder:
             blocks=tuple(blocks_of(row, self.memory.groups)),
             mass=tuple(mass),
             life=tuple(row.life),
+            restored=row.restored,
         )

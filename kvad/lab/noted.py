@@ -13,6 +13,7 @@ from kvad.cache.cuts import Cut
 from kvad.cache.sizing import Group
 from kvad.engine.row import Row
 from kvad.lab.slide import STATES, Block, Change, Life, Why
+from kvad.lab.whence import Origin
 
 __all__ = ["NAMES", "Noted", "Table", "blocks_of", "dropped", "laid", "scattered", "spread"]
 __all__ += ["AWAY", "EVICTED", "HOT", "PACKED", "SHARED", "SPILLED", "SUMMARISED", "UNWRITTEN"]
@@ -31,11 +32,15 @@ class Table(NamedTuple):
 
 
 class Noted:
-    """One row.  ``codes``: per own group, [lines, positions] of states; ``changes``: per line of it."""
+    """One row.  ``codes``: per own group, [lines, positions] of states, ``before``: as they were when the row gave way
+    last; ``changes``: per line of it.  ``origin``: of what it was seated with last."""
 
-    def __init__(self, number: int, row: Row, claimed: int, lines: Sequence[int]) -> None:
-        self.number, self.row, self.claimed = number, row, claimed
+    def __init__(self, number: int, row: Row, origin: Origin, lines: Sequence[int]) -> None:
+        self.number, self.row, self.origin = number, row, origin
+        self.claimed = origin.tokens if origin.way == "found" else 0
+        self.restored = origin.tokens if origin.way == "restored" else 0
         self.codes = [torch.empty((count, 0), dtype=torch.uint8) for count in lines]
+        self.before = self.codes
         self.changes: list[list[list[Change]]] = [[[] for _ in range(count)] for count in lines]
         self.mass: dict[int, Tensor] = {}
         self.tables: list[Table] = []

@@ -24,8 +24,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["SCHEMA", "STATES", "Block", "Change", "Level", "Life", "Line", "Row", "Slide", "Span", "Step", "Why"]
-__all__ += ["as_json", "counts"]
+__all__ = ["SCHEMA", "STATES", "Block", "Change", "Level", "Life", "Line", "Place", "Row", "Slide", "Span"]
+__all__ += ["Step", "Why", "as_json", "counts"]
 
 SCHEMA = 1
 STATES = {
@@ -41,10 +41,22 @@ STATES = {
 
 
 class Why(NamedTuple):
-    """``cause``: written, hit, shared, own, window, rank, packed, spilled, summary, gone, fork, preempted, parked,
-    back, lost.  ``text``: a sentence.  ``length``: the row's, at which it happened.  Of a rank: the token's ``score``,
-    its ``place`` among the ``of`` tokens that were held (1: the best), and ``least``, the lowest score that stayed
-    (None: whatever stayed would have stayed anyway)."""
+    """``cause``, ``text``: a sentence, and ``length``: the row's, at which it happened.
+
+    ==============================  =========================================================================
+    written, own                    computed; in a block that no other row counts on any more
+    hit, shared, fork               in the prefix cache's pool; with rows that came later; as the sample it is of
+    tier                            read back from a tier, ``source``: "ram", "packed" (in RAM) or "disk"
+    restored                        as an earlier request left it (``source`` "session"), gone included
+    window, rank, gone              let go by a policy: by position, by rank, a level's end
+    packed, summary, spilled        moved on to another level
+    parked, preempted               gave way: copied out (``source``: where to, "ram" or "disk"), or given back
+    back, again                     came back: its copy (``source``: from where), or computed again
+    lost                            nothing says why: a bug
+    ==============================  =========================================================================
+
+    Of a rank: the token's ``score``, its ``place`` among the ``of`` tokens that were held (1: the best), and ``least``,
+    the lowest score that stayed (None: whatever stayed would have stayed anyway).  ``source`` of a hit: "pool"."""
 
     cause: str
     text: str
@@ -53,6 +65,7 @@ class Why(NamedTuple):
     place: int | None = None
     of: int | None = None
     least: float | None = None
+    source: str | None = None
 
 
 class Change(NamedTuple):
@@ -98,7 +111,8 @@ class Life(NamedTuple):
 
 class Row(NamedTuple):
     """One sample of one request.  ``tokens`` and ``pieces``: prompt and generated; ``claimed``: tokens found in the
-    prefix cache.  ``mass`` [layers][K][positions]: the attention that each got from this row's queries, summed."""
+    prefix cache (its tiers included), ``restored``: those that an earlier request left.  ``mass``
+    [layers][K][positions]: the attention that each got from this row's queries, summed."""
 
     request: int
     sample: int
@@ -112,6 +126,7 @@ class Row(NamedTuple):
     blocks: tuple[Block, ...]
     mass: tuple[tuple[tuple[float, ...], ...], ...]
     life: tuple[Life, ...]
+    restored: int = 0
 
 
 class Level(NamedTuple):
@@ -144,6 +159,21 @@ class Step(NamedTuple):
     used: tuple[int, ...]
 
 
+class Place(NamedTuple):
+    """Where a cache lives, at the run's end: "pool", "tier RAM", "tier disk", "spilled RAM", "spilled disk", "parked
+    RAM", "parked disk".  ``bytes`` in use (``limit`` None: without a bound that is known here), in ``blocks`` ``of`` so
+    many (None: not by blocks); ``peak``: the most bytes at once, where known.  ``text``: all of it, and more, in
+    words."""
+
+    place: str
+    bytes: int
+    limit: int | None
+    blocks: int | None
+    of: int | None
+    peak: int | None
+    text: str
+
+
 class Slide(NamedTuple):
     model: str
     policy: str
@@ -152,6 +182,7 @@ class Slide(NamedTuple):
     groups: tuple[Level, ...]
     steps: tuple[Step, ...]
     rows: tuple[Row, ...]
+    places: tuple[Place, ...] = ()
 
 
 # ---------------------------------------------------------------- JSON
@@ -164,6 +195,7 @@ def as_json(slide: Slide) -> dict[str, object]:
         "schema": SCHEMA,
         **{name: getattr(slide, name) for name in names},
         "states": STATES,
+        "places": [place._asdict() for place in slide.places],
         "groups": [{**group._asdict(), "layers": list(group.layers)} for group in slide.groups],
         "steps": [
             {"step": step.step, "spans": [span._asdict() for span in step.spans], "used": list(step.used)}

@@ -7,27 +7,35 @@ About a second per gigabyte and core.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
+from kvad.config import ModelConfig
 from kvad.model.transformer import Transformer
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "fingerprint_of"]
 
 PIECE = 1 << 24  # bytes hashed at a time: a large tensor is many pieces, for all cores
 
 
-@torch.inference_mode()
 def fingerprint(model: Transformer) -> str:
     """32 hexadecimal digits."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return fingerprint_of(model.config, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+
+
+@torch.inference_mode()
+def fingerprint_of(config: ModelConfig, state: Mapping[str, Tensor]) -> str:
+    """The same of a model that is not put together: its parameters and buffers by name."""
     names = sorted(state)
     pieces = [piece for name in names for piece in _pieces(state[name])]
     said = [f"{name} {state[name].dtype} {tuple(state[name].shape)}" for name in names]
-    digest = blake2b(json.dumps([model.config.to_dict(), said], sort_keys=True).encode(), digest_size=16)
+    told = config.to_dict()
+    del told["dropout"]  # training's: it decides nothing that the model says
+    digest = blake2b(json.dumps([told, said], sort_keys=True).encode(), digest_size=16)
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:  # hashing lets go of the interpreter
         for each in pool.map(_hashed, pieces):
             digest.update(each)

@@ -82,7 +82,7 @@ def _mark(step: Step, lane: Lane, span: tuple[int, int]) -> Mark:
     def cut(flat: Tensor) -> Tensor:
         return flat[span[0] : span[1]].view(lane.rows, lane.new)
 
-    return Mark(cut(step.positions), None if step.documents is None else cut(step.documents))
+    return Mark(*(None if x is None else cut(x) for x in (step.positions, step.documents, step.order)))  # type: ignore[arg-type]
 
 
 class _FreshView:
@@ -131,7 +131,7 @@ class _Crossing:
             self.lanes.append((fold(lane, there.rows), there))
             queries, keys = _mark(step, fold(lane, there.rows), span), _mark(source, there, at)
             if queries.document is None or keys.document is None:
-                queries, keys = Mark(queries.position), Mark(keys.position)
+                queries, keys = queries._replace(document=None), keys._replace(document=None)
             self.readings.append(Reading(queries, keys, Reach(causal=False)))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kvad import config as cfg
 from kvad.config import ModelConfig
-from kvad.model.parts import Norm
+from kvad.model.parts import Norm, drops
 from kvad.ops.linear import Joint, Linear
 from kvad.own import load_own
 from kvad.step import Bias, Buckets, Rotary, Score, Slopes, View
@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = spec.heads, spec.kv_heads or spec.heads
         self.head_dim = cfg.head_dim(config, spec)
         self.value_dim = spec.value_dim or self.head_dim
-        self.spec = spec
+        self.spec, self.dropout = spec, config.dropout.attention
         self.q = Linear(width, self.heads * self.head_dim, spec.bias)
         self.k = Linear(source, self.kv_heads * self.head_dim, spec.bias)
         self.v = Linear(source, self.kv_heads * self.value_dim, spec.bias)
@@ -95,6 +95,7 @@ class Attention(nn.Module):
             rotary=encoding if isinstance(encoding, Rotary) else None,
             bias=None if isinstance(encoding, Rotary) else encoding,
             sink_logits=self.sink_logits,
+            dropout=self.dropout if drops(self.dropout, self) else 0.0,
         )
 
 

@@ -14,7 +14,7 @@ from kvad.model.positions import sinusoid
 from kvad.ops.invariant import Tiles
 from kvad.ops.linear import Joint, Linear, linear
 
-__all__ = ["ACTIVATIONS", "Embedding", "Experts", "Gated", "Norm", "Plain", "make_mlp"]
+__all__ = ["ACTIVATIONS", "Embedding", "Experts", "Gated", "Norm", "Plain", "dropped", "drops", "make_mlp"]
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -35,6 +35,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "tanh": torch.tanh,
 }
+
+
+def drops(share: float, module: nn.Module) -> bool:
+    """Whether a share of what a module makes is dropped now: while it is trained, and a gradient is made."""
+    return share > 0 and module.training and torch.is_grad_enabled()
+
+
+def dropped(x: Tensor, share: float, module: nn.Module) -> Tensor:
+    """x with a share of its numbers as zero and the others divided by what remains, by torch's random numbers."""
+    return F.dropout(x, share) if drops(share, module) else x
 
 
 class Norm(nn.Module):
@@ -71,20 +81,22 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 class Plain(nn.Module):
-    def __init__(self, width: int, spec: cfg.Plain) -> None:
+    def __init__(self, width: int, spec: cfg.Plain, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.activation = ACTIVATIONS[spec.activation]
         self.up = Linear(width, spec.hidden, spec.bias)
         self.down = Linear(spec.hidden, width, spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activation(self.up(x)))
+        out: Tensor = self.down(dropped(self.activation(self.up(x)), self.dropout, self))
         return out
 
 
 class Gated(nn.Module):
-    def __init__(self, width: int, spec: cfg.Gated) -> None:
+    def __init__(self, width: int, spec: cfg.Gated, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.activation = ACTIVATIONS[spec.activation]
         self.gate = Linear(width, spec.hidden, spec.bias)
         self.up = Linear(width, spec.hidden, spec.bias)
@@ -93,7 +105,7 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x, self.gate, self.up)
-        out: Tensor = self.down(self.activation(gate) * up)
+        out: Tensor = self.down(dropped(self.activation(gate) * up, self.dropout, self))
         return out
 
 
@@ -102,9 +114,9 @@ class Experts(nn.Module):
 
     tiles: Tiles | None = None
 
-    def __init__(self, width: int, spec: cfg.Experts) -> None:
+    def __init__(self, width: int, spec: cfg.Experts, dropout: float = 0.0) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.dropout = spec, dropout
         self.activation = ACTIVATIONS[spec.activation] if spec.alpha is None else torch.sigmoid
         self.router = Linear(width, spec.count, spec.router_bias)
         self.gate = nn.Parameter(torch.empty(spec.count, spec.hidden, width))
@@ -146,13 +158,14 @@ class Experts(nn.Module):
             inner = (up + 1) * gate * self.activation(self.spec.alpha * gate)
         else:
             inner = self.activation(gate) * up
+        inner = dropped(inner, self.dropout, self)
         return linear(inner, self.down[number], bias(self.down_bias), self.tiles)
 
 
-def make_mlp(width: int, spec: cfg.Plain | cfg.Gated | cfg.Experts) -> Plain | Gated | Experts:
+def make_mlp(width: int, spec: cfg.Plain | cfg.Gated | cfg.Experts, dropout: float = 0.0) -> Plain | Gated | Experts:
     if isinstance(spec, cfg.Experts):
-        return Experts(width, spec)
-    return Gated(width, spec) if isinstance(spec, cfg.Gated) else Plain(width, spec)
+        return Experts(width, spec, dropout)
+    return Gated(width, spec, dropout) if isinstance(spec, cfg.Gated) else Plain(width, spec, dropout)
 
 
 class Embedding(nn.Module):

@@ -25,8 +25,9 @@ from kvad.config import ModelConfig
 from kvad.model.fresh import FreshEncoder
 from kvad.model.heads import Classes, Language, Pooled, make_head, pool
 from kvad.model.mixers import Attention, CrossAttention, Encoding, make_mixer
-from kvad.model.parts import Embedding, Gated, Norm, make_mlp
+from kvad.model.parts import Embedding, Gated, Norm, dropped, make_mlp
 from kvad.model.positions import alibi_slopes, depends_on_limit, rope_factor, rope_frequencies
+from kvad.model.recompute import recomputed
 from kvad.ops.attend import Kernel
 from kvad.ops.lanes import Probe
 from kvad.own import load_own
@@ -41,10 +42,10 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, stack: cfg.Stack, spec: cfg.Layer, width: int) -> None:
         super().__init__()
         place = self.norm_place = stack.norm_place
-        self.residual = stack.residual
+        self.residual, self.dropout = stack.residual, config.dropout.residual
         self.mixer = make_mixer(config, spec.mixer, spec.norm, width)
         self.cross = CrossAttention(config, spec.cross, spec.norm, width) if spec.cross else None
-        self.mlp = make_mlp(width, spec.mlp)
+        self.mlp = make_mlp(width, spec.mlp, config.dropout.hidden)
 
         def norm(wanted: bool) -> Norm | None:
             return Norm(width, spec.norm) if wanted else None
@@ -61,8 +62,8 @@ class Layer(nn.Module):
         """x [T, E] -> [T, E]."""
         if self.norm_place in ("parallel", "parallel_pair"):
             normed = _norm(self.norm1, x)
-            fed = self.mlp(normed if self.norm2 is None else self.norm2(x))
-            return self._add(x, self.mixer(normed, view, encoding) + fed)
+            fed = self._dropped(self.mlp(normed if self.norm2 is None else self.norm2(x)))
+            return self._add(x, self._dropped(self.mixer(normed, view, encoding)) + fed)
         x = self._branch(x, lambda h: self.mixer(h, view, encoding), self.norm1, self.norm1_after)
         if self.cross is not None:
             assert cross is not None, "this layer attends to a source"
@@ -72,12 +73,15 @@ class Layer(nn.Module):
 
     def _branch(self, x: Tensor, f: Callable[[Tensor], Tensor], norm: Norm | None, after: Norm | None) -> Tensor:
         if self.norm_place == "post":
-            return _norm(norm, self._add(x, f(x)))
+            return _norm(norm, self._add(x, self._dropped(f(x))))
         if self.norm_place == "after":
-            return self._add(x, _norm(norm, f(x)))
+            return self._add(x, self._dropped(_norm(norm, f(x))))
         normed = _norm(norm, x)
         stream = normed if self.norm_place == "normed" else x
-        return self._add(stream, _norm(after, f(normed)))
+        return self._add(stream, self._dropped(_norm(after, f(normed))))
+
+    def _dropped(self, branch: Tensor) -> Tensor:
+        return dropped(branch, self.dropout, self)
 
     def _add(self, x: Tensor, branch: Tensor) -> Tensor:
         return x + (branch if self.residual == 1.0 else self.residual * branch)
@@ -96,6 +100,7 @@ class Stack(nn.Module):
     def __init__(self, config: ModelConfig, spec: cfg.Stack, limit: int, width: int) -> None:
         super().__init__()
         self.config, self.spec, self.limit = config, spec, limit
+        self.recompute = False  # in training: keep no activations, compute them again
         self.layers = nn.ModuleList(Layer(config, spec, spec.layer(i), width) for i in range(spec.layers))
         final = spec.layer(spec.layers - 1).norm
         self.norm = Norm(width, final) if spec.final_norm else None
@@ -114,8 +119,10 @@ class Stack(nn.Module):
         """x [T, E] -> [T, E]; one view per layer, and one per layer's cross-attention where there is any."""
         encodings = {letter: self.encoding(letter, step) for letter in self.spec.kinds}
         sources: Sequence[View | None] = cross or [None] * len(self.layers)
+        again = self.recompute and self.training and torch.is_grad_enabled()
         for index, (layer, view, source) in enumerate(zip(self.layers, views, sources, strict=True)):
-            x = layer(x, view, source, encodings[self.spec.kind_of(index)])
+            encoding = encodings[self.spec.kind_of(index)]
+            x = recomputed(layer, x, view, source, encoding) if again else layer(x, view, source, encoding)
         return x if self.norm is None else self.norm(x)
 
     def encoding(self, letter: str, step: Step) -> Encoding:
@@ -212,7 +219,7 @@ class Transformer(nn.Module):
         if not step.lanes:
             assert source is not None, "a step without tokens"
             return source
-        hidden = self.embed(step.tokens, step.positions)
+        hidden = dropped(self.embed(step.tokens, step.positions), self.config.dropout.embedding, self)
         out: Tensor = self.decoder(hidden, step, own, cross)
         return out
 
@@ -223,6 +230,7 @@ class Transformer(nn.Module):
             x = self.embed(step.tokens, step.positions, segments=step.segments)
         else:
             x = self.source(step.tokens, step.positions, None if self.source.tokens else self.table)
+        x = dropped(x, self.config.dropout.embedding, self)
         memory = FreshEncoder(self.config, kernel=self.kernel, probe=probe)
         out: Tensor = self.encoder(x, step, memory.open(step))
         return out

@@ -183,10 +183,16 @@ def blocks_of_queries(
     plain = score.softcap is None and score.sink_logits is None and not want
     fused = plain and kernel != "reference" and not (q.dtype == torch.float16 and q.device.type == "cpu")
     fused = fused and (not lse or _gives_lse(q, k, v, score))
+    assert not (lse and score.dropout), "what is merged is read from a cache, and nothing is dropped there"
     heads, new = q.shape[2], q.shape[1]
     small = reading.queries_at_once(heads, scores=True)
-    if fused:  # with a bias, or with values of another width, torch makes the scores as well
-        streams = score.bias is None and v.shape[-1] == q.shape[-1] and (reading.weight is None or new == 1)
+    if fused:  # with a bias, dropout, or values of another width, torch makes the scores as well
+        streams = (
+            score.bias is None
+            and score.dropout == 0.0
+            and v.shape[-1] == q.shape[-1]
+            and (reading.weight is None or new == 1)
+        )
         size = reading.queries_at_once(heads, scores=False) if streams else small
         for low in range(0, new, size):
             high = min(low + size, new)
@@ -226,7 +232,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low:
         blind = ~_of_heads(seen.any(dim=-1), heads)  # torch says 0 there
         total = total.reshape(rows, heads, new).masked_fill(blind, -math.inf)
     else:
-        out, total = _sdpa(*laid, score.scale), None
+        out, total = _sdpa(*laid, score.scale, score.dropout), None
     out = out.reshape(rows, 1, heads, -1) if new == 1 else out.reshape(rows, heads, new, -1).transpose(1, 2)
     return Attended(out, lse=total)
 
@@ -265,8 +271,9 @@ def _laid(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor
     return q.transpose(1, 2), k, v, mask
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dropout: float) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
 
 
 def _sdpa_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -300,6 +307,8 @@ def _reference(
     rows, new, heads, _ = q.shape
     logits = logits_of(q, k, reading, score, low, high)
     weights, total = _softmax(logits, score.sink_logits)
+    if score.dropout:
+        weights = F.dropout(weights, score.dropout)
     out = (weights.view(rows, k.shape[1], -1, k.shape[2]) @ only_seen(v.to(weights.dtype))).view(rows, heads, new, -1)
     out = poison(out, v, reading.visible(low, high)).transpose(1, 2)
     if lse:
@@ -341,7 +350,7 @@ def poison(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 
 def _cut(mark: Mark, low: int, high: int) -> Mark:
-    return Mark(mark.position[:, low:high], None if mark.document is None else mark.document[:, low:high])
+    return Mark(*(None if x is None else x[:, low:high] for x in mark))  # type: ignore[arg-type]
 
 
 def distance_bias(bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor, reach: Reach | None = None) -> Tensor:

@@ -113,7 +113,7 @@ def _describe(step: Step, tensors: list[Tensor]) -> dict[str, Any]:
     return said
 
 
-TENSORS = ("tokens", "positions", "wanted", "documents", "limits", "segments")
+TENSORS = ("tokens", "positions", "wanted", "documents", "limits", "segments", "order")
 
 
 def step_in(said: dict[str, Any], tensors: Sequence[Tensor]) -> Step:

@@ -42,6 +42,7 @@ from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import Optimization
 from kvad.train.reports import Callback, Outcome
+from kvad.train.speed import refuse
 from kvad.train.trainer import State, Trainer
 
 __all__ = ["resume", "stored_run", "train"]
@@ -64,6 +65,7 @@ def train(
     check_out(out, corpus, config.data.suffixes)
     earlier = holds_run(out, overwrite)
     check_device(config.train.device)
+    refuse(config.train)
     opened, tokenizer = _opened(config)
     tell = teller(callbacks)
     named = named_for("compress", corpus)
@@ -137,6 +139,8 @@ def _opened(config: RunConfig) -> tuple[Opened, Tokenizer]:
     if config.data.context > opened.config.limit:
         raise ConfigError(f"data.context: {config.data.context} is beyond the model's limit of {opened.config.limit}")
     wanted.check_context(config.data.context)
+    if config.data.packing not in ("auto", "split") or not (config.data.reset and config.data.isolate):
+        raise ConfigError("data: a compressor learns from rows cut from the corpus", "leave packing, reset and isolate")
     return opened, opened.tokenizer
 
 
@@ -187,15 +191,17 @@ class _Run:
     def _save(self, state: State) -> Path:
         content = progress(self.config, self.corpus, self.material, state)
         wanted = self.config.compress
-        path = save_compressor(
-            self.out,
-            state.step,
-            self.compressor,
-            self.made_for,
-            {"recent": wanted.recent, "sinks": wanted.sinks, "val_loss": state.val_loss},
-            Training(self.optimization.tensors(), content),
-            keep=self.config.train.keep,
-            fresh=self.fresh,
-        )
+        training = Training(self.optimization.tensors(), content)
+        with self.optimization.averaged():
+            path = save_compressor(
+                self.out,
+                state.step,
+                self.compressor,
+                self.made_for,
+                {"recent": wanted.recent, "sinks": wanted.sinks, "val_loss": state.val_loss},
+                training,
+                keep=self.config.train.keep,
+                fresh=self.fresh,
+            )
         self.fresh = False
         return path

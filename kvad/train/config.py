@@ -2,14 +2,16 @@
 
 A run file has these tables::
 
-    [model]       a whole ModelConfig, or preset = "small" and what differs from it; vocab and limit may be left out
+    [model]       a whole ModelConfig, or preset = "small" and what differs from it; vocab and limit may be left out.
+                  Or init = "MODEL" alone: a checkpoint that training goes on from, with its tokenizer
     [data]        context, suffixes, documents, errors, validation, ...   DataConfig
     [tokenizer]   kind, path, vocab_size, ...                            TokenizerConfig
     [objective]   kind: what the model learns to say                     ObjectiveConfig
-    [optim]       lr, schedule, weight_decay, clip, ...                  OptimConfig
+    [optim]       name, lr, schedule, weight_decay, clip, ema, ...        OptimConfig (optim_config.py)
     [train]       steps, minutes, batch, precision, save_every, ...      TrainConfig
     [compress]    model, ratio, recent, ...: what objective.kind = "compress" trains, in the place of [model] and
                   [tokenizer]                                            CompressConfig
+    [lora]        rank, alpha, targets, ...: adapters are trained beside a frozen model.init    LoraConfig
 
 Unknown tables and keys are refused with the nearest known name.  TOML has no null: in [model] the text "null" is one.
 Standard library only.
@@ -18,6 +20,7 @@ Standard library only.
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,22 +29,38 @@ from typing import Any, Literal
 
 from kvad.config import ModelConfig, from_dict, override, to_dict
 from kvad.errors import ConfigError, nearest
+from kvad.train.optim_config import OptimConfig
 from kvad.train.presets import PRESETS
 
 __all__ = [
     "CompressConfig",
     "DataConfig",
+    "LoraConfig",
     "ObjectiveConfig",
     "OptimConfig",
     "RunConfig",
+    "SourceConfig",
     "TokenizerConfig",
     "TrainConfig",
     "assigned",
     "differences",
 ]
 
-TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "compress")
+TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "compress", "lora")
 FREE = ("train.log_every", "train.eval_every", "train.save_every", "train.keep")  # may change on resume: no number does
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One of a mixture: ``paths`` are files, folders, or one folder of ``kvad data prepare``; ``weight``: its share of
+    the rows, in any unit."""
+
+    paths: tuple[str, ...]
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(len(self.paths) > 0, "data.sources.paths", list(self.paths), "at least one")
+        _check(self.weight > 0, "data.sources.weight", self.weight, "above 0")
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,15 @@ class DataConfig:
 
     ``errors``: what to do with bytes that are not UTF-8.  ``validation``: share of the tokens held out.  ``order``:
     ``epochs`` cuts the corpus into rows, each seen once per epoch, at a new offset every epoch; ``windows`` draws the
-    start of every row at random (nanoGPT's way).
+    start of every row at random (nanoGPT's way); ``sequential`` reads the corpus in its order and mixes ``shuffle``
+    rows at a time; ``stream`` does that without writing tokens to the disk first (``stream.py``).
+
+    ``packing``: how documents share rows, ``split``, ``first-fit`` or ``best-fit`` (``packing.py``; auto: documents are
+    split, pairs go by first fit).  ``reset``: positions restart in every document; ``isolate``: documents do not see
+    each other (``rows.py``).
+
+    ``format``: how files are read (``readers.py``; auto: by their names); of JSON lines, ``field`` is the text, or
+    ``source_field`` and ``target_field`` are a pair.  ``sources``: a mixture, in the place of what is named.
     """
 
     context: int = 256
@@ -60,11 +87,21 @@ class DataConfig:
     documents: Literal["files", "lines"] = "files"
     errors: Literal["strict", "replace"] = "strict"
     validation: float = 0.1
-    order: Literal["epochs", "windows"] = "epochs"
+    order: Literal["epochs", "windows", "sequential", "stream"] = "epochs"
+    packing: Literal["auto", "split", "first-fit", "best-fit"] = "auto"
+    reset: bool = True
+    isolate: bool = True
+    format: Literal["auto", "text", "lines", "jsonl", "pairs"] = "auto"
+    field: str = "text"
+    source_field: str = "source"
+    target_field: str = "target"
+    shuffle: int = 1024
+    sources: tuple[SourceConfig, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self.context >= 1, "data.context", self.context, "at least 1")
         _check(0 < self.validation < 1, "data.validation", self.validation, "between 0 and 1")
+        _check(self.shuffle >= 1, "data.shuffle", self.shuffle, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -115,40 +152,15 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """AdamW.  The learning rate rises over ``warmup`` steps (None: a tenth of the run, 100 steps at most) to ``lr`` and
-    falls along a cosine to ``min_lr``; with ``train.minutes`` the cosine follows the elapsed share of the time.
-
-    ``weight_decay`` applies to matrices and embeddings (``optim.py``); ``clip``: the largest norm of a step's gradient.
-    """
-
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    warmup: int | None = None
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "clip"):
-            _check(getattr(self, name) > 0, f"optim.{name}", getattr(self, name), "above 0")
-        for name in ("min_lr", "weight_decay"):
-            _check(getattr(self, name) >= 0, f"optim.{name}", getattr(self, name), "0 or more")
-        for name in ("beta1", "beta2"):
-            _check(0 <= getattr(self, name) < 1, f"optim.{name}", getattr(self, name), "in [0, 1)")
-        _check(self.warmup is None or self.warmup >= 0, "optim.warmup", self.warmup, "0 or more")
-        _check(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"at most lr {self.lr}")
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """A run ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first (neither: 1,000 steps).
 
     A step is ``accumulate`` micro-batches of ``batch`` rows.  ``precision``: ``auto`` is bf16 autocast where the
     machine multiplies bf16 natively, else fp32.  ``eval_tokens``: how much of the validation split an evaluation reads,
     evenly spread (0 = all of it).
+
+    ``recompute``: a layer's activations are computed again in the backward pass instead of kept.  ``compile``: the
+    model's training steps run through torch.compile.
     """
 
     steps: int | None = None
@@ -163,6 +175,8 @@ class TrainConfig:
     save_every: int = 500
     log_every: int = 10
     keep: int = 2
+    recompute: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "eval_every", "save_every", "log_every", "keep"):
@@ -211,6 +225,39 @@ class CompressConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021; ``model/lora.py``) of ``rank``, scaled by ``alpha`` / rank (``rslora``: alpha
+    / sqrt(rank)), beside the linear parts that ``targets`` name: "all", "q,v", or a list, with dotted patterns in it.
+
+    ``dropout``: of an adapter's input, while it is trained.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: str | tuple[str, ...] = ("q", "v")
+    dropout: float = 0.0
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.rank >= 1, "lora.rank", self.rank, "at least 1")
+        _check(self.alpha > 0, "lora.alpha", self.alpha, "above 0")
+        _check(0 <= self.dropout < 1, "lora.dropout", self.dropout, "in [0, 1)")
+        if not self.names:
+            raise ConfigError("lora.targets: no part is named", 'name some, as in targets = ["q", "v"], or "all"')
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The targets, one by one."""
+        said = self.targets.split(",") if isinstance(self.targets, str) else self.targets
+        return tuple(name.strip() for name in said if name.strip())
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One training run.  ``model`` is the table as it was written; ``resolve`` makes a ModelConfig of it."""
 
@@ -221,6 +268,24 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     compress: CompressConfig = field(default_factory=CompressConfig)
+    lora: LoraConfig | None = None
+
+    def __post_init__(self) -> None:
+        init, others = self.model.get("init"), sorted({*self.model} - {"init"})
+        if "init" in self.model and not (isinstance(init, str) and init):
+            raise ConfigError(f"model.init: expected a checkpoint's path or name, found {init!r}")
+        if "init" in self.model and others:
+            raise ConfigError(
+                f"model.{others[0]}: the model is {init}, as it is", "leave it out, or leave model.init out"
+            )
+        if self.lora is not None and init is None:
+            raise ConfigError("[lora]: adapters stand beside a trained model", "name its checkpoint: --init MODEL")
+
+    @property
+    def init(self) -> str | None:
+        """The checkpoint that training goes on from; None of a model that begins at random."""
+        found = self.model.get("init")
+        return found if isinstance(found, str) else None
 
     @staticmethod
     def from_dict(content: Mapping[str, Any]) -> RunConfig:
@@ -238,6 +303,7 @@ class RunConfig:
             from_dict(OptimConfig, content.get("optim", {}), "optim"),
             from_dict(TrainConfig, content.get("train", {}), "train"),
             from_dict(CompressConfig, content.get("compress", {}), "compress"),
+            from_dict(LoraConfig, content["lora"], "lora") if "lora" in content else None,
         )
 
     @staticmethod
@@ -246,11 +312,17 @@ class RunConfig:
         return RunConfig.from_dict(read_toml(path))
 
     def to_dict(self) -> dict[str, Any]:
+        """As :meth:`from_dict` reads it; without [lora] where there is none."""
         content: dict[str, Any] = to_dict(self)
-        return content
+        return content if self.lora is not None else {name: content[name] for name in content if name != "lora"}
 
     def resolve(self, vocab: int) -> ModelConfig:
-        """The model's config, given the tokenizer's size: the preset, what differs from it, vocab and limit."""
+        """The model's config, given the tokenizer's size: the preset, what differs from it, vocab and limit.
+
+        ConfigError where training goes on from a checkpoint, which has its own (``start.py``).
+        """
+        if self.init is not None:
+            raise ConfigError(f"model.init: the model is {self.init}, as it is")
         table = _with_nulls(self.model)
         name = table.pop("preset", None if table.keys() & {"decoder", "encoder"} else "small")
         dotted = table.pop("set", {})
@@ -344,11 +416,8 @@ def _check(holds: bool, where: str, value: object, must: str) -> None:
 
 
 def _check_precision(precision: str, device: str) -> None:
-    if precision != "fp16":
-        return
-    if device.startswith("cpu"):
+    if precision == "fp16" and device.startswith("cpu"):
         raise ConfigError(
             "train.precision: fp16 compute on a CPU is refused: its matrix products stall there for minutes",
             "use bf16 or fp32",
         )
-    raise ConfigError("train.precision: fp16 needs loss scaling, which kvad does not do", "use bf16 or fp32")

@@ -1,8 +1,8 @@
-"""Files and folders -> documents, one per file or one per line, in a fixed order.
+"""Files and folders -> documents, one per file, per line or per JSON object, in a fixed order.
 
 A folder is read recursively, its files sorted by path; hidden ones are left out, and so are binary and empty ones,
 unless they were named.  A file is text if it begins without a zero byte; it must be UTF-8, or ``errors="replace"`` puts
-U+FFFD for what is not.  Nothing is kept in memory but one document at a time.  Standard library only.
+U+FFFD for what is not.  How a file is read is ``readers.py``'s; nothing is kept in memory but a piece of a document.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvad.errors import DataError, counted
 from kvad.text.base import Tokenizer
+from kvad.train.readers import FORMATS, Piece, Reading, bare_suffix, blocks_of, format_of, opened
 
-__all__ = ["PROBE_BYTES", "Corpus", "Framer", "Source", "open_corpus"]
+__all__ = ["PROBE_BYTES", "Corpus", "Framer", "Source", "open_corpus", "read_text"]
 
 Framer = Callable[[int, list[int]], list[int]]  # (number of a text, its ids) -> the ids with what stands around them
 
@@ -26,7 +27,8 @@ PROBE_BYTES = 8192  # a zero byte among the first ones: not text
 
 @dataclass(frozen=True)
 class Source:
-    """A file that is a document: ``name`` is its path under what was named."""
+    """A file of documents: ``name`` is its path under what was named; ``sha256`` of its bytes as they lie ("" in a
+    stream, whose files are told by name and size)."""
 
     path: Path
     name: str
@@ -40,30 +42,47 @@ class Source:
 @dataclass(frozen=True)
 class Corpus:
     """``skipped``: binary and empty files of the folders that were named.  ``lines``: every line that is not empty is
-    a document, not every file."""
+    a document, not every file.  ``format``, ``field``: as ``readers.py`` has them."""
 
     sources: tuple[Source, ...]
     skipped: int
     errors: str
     lines: bool = False
+    format: str = "auto"
+    field: str = "text"
 
     @property
     def num_bytes(self) -> int:
         return sum(source.num_bytes for source in self.sources)
 
     def texts(self) -> Iterator[str]:
-        """The documents in order; may be called again.  Raises DataError naming file and byte."""
+        """The documents in order; may be called again.  Raises DataError naming file and byte or line."""
+        held: list[str] = []
+        for piece in self.pieces():
+            held.append(piece.text)
+            if piece.closes:
+                yield "".join(held)
+                held = []
+
+    def pieces(self) -> Iterator[Piece]:
+        """The documents in order, long ones in pieces."""
+        how = Reading(self.errors, self.field)
         for source in self.sources:
-            text = read_text(source.path, self.errors)
-            if self.lines:
-                yield from (line for line in text.splitlines() if line.strip())
-            else:
-                yield text
+            yield from FORMATS[self._format_of(source.path)](source.path, how)
 
     def settings(self) -> dict[str, Any]:
         """What decides the texts, and how they are framed."""
-        lines = {"documents": "lines"} if self.lines else {}
-        return {"errors": self.errors, "sources": [source.entry() for source in self.sources], **lines}
+        found: dict[str, Any] = {"errors": self.errors, "sources": [source.entry() for source in self.sources]}
+        if self.lines:
+            found["documents"] = "lines"
+        formats = {self._format_of(source.path) for source in self.sources} - {"text", "lines"}
+        if formats:
+            found |= {"formats": sorted(formats), "field": self.field}
+        return found
+
+    def _format_of(self, path: Path) -> str:
+        found = format_of(path, self.format)
+        return "lines" if self.lines and found == "text" else found
 
     def framer(self, tokenizer: Tokenizer) -> Framer:
         """Every document is opened by the separator.  Raises DataError for a tokenizer that has none."""
@@ -81,42 +100,71 @@ class Corpus:
 
 
 def open_corpus(
-    paths: Sequence[Path], *, suffixes: Sequence[str] = (), errors: str = "strict", lines: bool = False
+    paths: Sequence[Path],
+    *,
+    suffixes: Sequence[str] = (),
+    errors: str = "strict",
+    lines: bool = False,
+    format: str = "auto",
+    field: str = "text",
+    hashed: bool = True,
 ) -> Corpus:
-    """Find the files and hash them.
+    """Find the files and hash them (``hashed``: else their beginnings are looked at).
 
     Raises DataError for a path that is missing, unreadable, binary or empty, and for a corpus without text.
     """
     if not paths:
         raise DataError("no corpus was named", "name text files or folders")
+    assert format == "auto" or format in FORMATS, "pairs are read by pairs.py"
     sources, skipped = [], 0
     for named in paths:
         for path in _files(named, suffixes):
-            content = _read(path)
-            if not content.strip() or b"\0" in content[:PROBE_BYTES]:
+            if (found := _look(path, hashed)).wrong:
                 if path == named:
-                    _refuse(path, content)
+                    raise DataError(f"{path} {found.wrong}", found.hint)
                 skipped += 1
                 continue
             name = path.name if path == named else f"{named.name}/{path.relative_to(named).as_posix()}"
-            sources.append(Source(path, name, len(content), hashlib.sha256(content).hexdigest()))
+            sources.append(Source(path, name, found.num_bytes, found.sha256))
     if not sources:
         which = f" ending in {', '.join(suffixes)}" if suffixes else ""
         where = ", ".join(map(str, paths))
         raise DataError(f"no text files{which} in {where}", counted(skipped, "empty or binary one") if skipped else "")
-    return Corpus(tuple(sources), skipped, errors, lines)
+    lines = lines or format == "lines"
+    return Corpus(tuple(sources), skipped, errors, lines, "auto" if format == "lines" else format, field)
+
+
+class _Look(NamedTuple):
+    """``wrong``: why a file is not text, and a ``hint``; else empty."""
+
+    num_bytes: int
+    sha256: str
+    wrong: str = ""
+    hint: str = ""
+
+
+def _look(path: Path, hashed: bool) -> _Look:
+    """Read once: the beginning, as text, until it says something, and all of it where it is hashed."""
+    with opened(path) as file:
+        first = file.read(PROBE_BYTES)
+        if b"\0" in first:
+            return _Look(0, "", f"is binary (a zero byte at offset {first.index(0)}), not text")
+        while first and not first.strip():
+            first = file.read(1 << 20)
+    if not first:
+        return _Look(0, "", "is empty", "a corpus needs text")
+    try:
+        if not hashed:
+            return _Look(path.stat().st_size, "")
+        with path.open("rb") as file:
+            return _Look(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
     """A file's text without its byte order mark.  Raises DataError naming file and byte."""
-    content = _read(path)
-    try:
-        return content.decode("utf-8", errors).removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8: byte 0x{content[error.start]:02X} at offset {error.start}",
-            "--errors replace puts U+FFFD in its place",
-        ) from None
+    return "".join(blocks_of(path, errors))
 
 
 def _files(named: Path, suffixes: Sequence[str]) -> Iterator[Path]:
@@ -133,18 +181,6 @@ def _files(named: Path, suffixes: Sequence[str]) -> Iterator[Path]:
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         for name in sorted(names):
             path = Path(folder, name)
-            if not name.startswith(".") and (not suffixes or path.suffix in suffixes) and path.is_file():
+            wanted = not suffixes or path.suffix in suffixes or bare_suffix(path) in suffixes
+            if wanted and not name.startswith(".") and path.is_file():
                 yield path
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _refuse(path: Path, content: bytes) -> None:
-    if not content.strip():
-        raise DataError(f"{path} is empty", "a corpus needs text")
-    raise DataError(f"{path} is binary (a zero byte at offset {content.index(0)}), not text")

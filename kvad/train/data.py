@@ -1,10 +1,10 @@
 """Documents -> packed Steps: who is trained on what, in an order that integers alone decide.
 
 What the loop asks of any data is :class:`TrainingData`; of documents it is :class:`DocumentData` (of pairs,
-``pair_data.py``).
+``pair_data.py``; of what is read in its order, ``stream.py``).
 
-**Packing.**  A split is a circle of documents, each opened by the separator.  A row is ``context`` consecutive tokens
-of the circle; its targets are the tokens one further on::
+**Packing** ("split").  A split is a circle of documents, each opened by the separator.  A row is ``context``
+consecutive tokens of the circle; its targets are the tokens one further on::
 
     row        <sep> a1 a2 a3 <sep> b1 b2          target     a1 a2 a3 <sep> b1 b2 b3
     position       0  1  2  3     0  1  2          document    0  0  0     0  1  1  1
@@ -14,23 +14,29 @@ No target crosses into the next document's text: the token after a separator is 
 documents do not see each other (``Step.documents``) and positions restart.  A row that begins inside a document starts
 at position 0 there.  Where a split had to cut a document in two, no target reaches over the cut.
 
+"first-fit" and "best-fit" put whole documents into rows (``packing.py``); one longer than a row is cut into windows,
+and the target of a window's last token is the token behind it.
+
 **Order.**  Which rows a step takes is a function of (seed, step): nothing to save but the step.  ``epochs``: every
-epoch cuts the circle into rows at a fresh offset and takes them in a fresh order; ``windows``: every row starts at
-random.
+epoch cuts the circle, or the long documents, into rows at a fresh offset and takes them in a fresh order; ``windows``:
+every row starts at random.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from kvad.errors import DataError, counted
-from kvad.step import Lane, Step
+from kvad.errors import ConfigError, DataError, counted
 from kvad.train.config import RunConfig
+from kvad.train.mixture import Mixed, part_seed
+from kvad.train.packing import Fit, Packed, pack, windows
+from kvad.train.rows import Batch, Epochs, Row, RowSource, Segment, Shape, Use, collate, generator
 from kvad.train.store import Ints, TokenStore
 
 __all__ = [
@@ -38,26 +44,29 @@ __all__ = [
     "DocumentData",
     "Epochs",
     "Order",
+    "Part",
     "Split",
     "TrainingData",
     "batch_of",
     "evaluation_rows",
     "generator",
+    "shape_of",
     "split",
 ]
 
 MANY_DOCUMENTS = 10  # from here on whole documents are held out
 
 
-class Batch(NamedTuple):
-    """``step.wanted`` [N] are the positions that have a target; ``targets`` [N].
+class Part(NamedTuple):
+    """A source of a run's texts: those of the store from ``first`` to ``last``, and its share of the rows.
 
-    ``mixed`` [M]: places of a decoder's input that are to hold what the model itself says there (``sampling.py``).
+    ``held``: how many of its last ones are for validation only (0: a share is held out).
     """
 
-    step: Step
-    targets: Tensor
-    mixed: Tensor | None = None
+    first: int
+    last: int
+    weight: float = 1.0
+    held: int = 0
 
 
 class TrainingData(Protocol):
@@ -86,29 +95,134 @@ class TrainingData(Protocol):
 
 
 class DocumentData:
-    """Documents, next token by next token.  Raises DataError where they are too few for a row of each split."""
+    """Documents, next token by next token.
 
-    def __init__(self, store: TokenStore, config: RunConfig) -> None:
+    ``parts``: the sources of a mixture, whose rows are drawn by weight; none: the store is one.  Raises DataError where
+    they are too few for a row of each split, ConfigError for a packing that the order cannot have.
+    """
+
+    def __init__(
+        self, store: TokenStore, config: RunConfig, parts: Sequence[Part] = (), vocab: int | None = None
+    ) -> None:
         data, train = config.data, config.train
-        self._data, self._train = data, train
-        self.training, self.validation = split(store, data.validation, train.seed)
+        self._data, self._train, self._store = data, train, store
+        self.shape = shape_of(config, vocab=vocab)
         rows = train.batch * train.accumulate
-        self._order = Order(data.order, len(self.training), data.context, rows, train.seed)
+        parts = parts or [Part(0, store.num_documents)]
+        splits, self._sources = list[tuple[Split, Split]](), list[CircleRows | FittedRows]()
+        for number, part in enumerate(parts):
+            seed = train.seed if len(parts) == 1 else part_seed(train.seed, number)
+            splits.append(split(store, data.validation, seed, (part.first, part.last)))
+            self._sources.append(_rows_of(splits[-1][0], config, rows, seed))
+        self.validation = Split(store, np.concatenate([held.spans for _, held in splits]))
+        self.training = Split(store, np.concatenate([rest.spans for rest, _ in splits]))
+        weights = [part.weight for part in parts]
+        self._rows: RowSource = self._sources[0] if len(parts) == 1 else Mixed(self._sources, weights, train.seed)
         self.train_tokens, self.validation_tokens = len(self.training), len(self.validation)
         self.tokens_per_step = rows * data.context
-        self._store = store
 
     def micro_batches(self, step: int) -> list[Batch]:
-        starts = self._order.starts(step).reshape(self._train.accumulate, self._train.batch)
-        return [batch_of(self.training, rows, self._data.context, self._train.device) for rows in starts]
+        train = self._train
+        rows = self.rows(np.arange(train.batch * train.accumulate) + step * train.batch * train.accumulate)
+        return [collate(rows[low : low + train.batch], self.shape) for low in range(0, len(rows), train.batch)]
+
+    def rows(self, numbers: Ints) -> list[Row]:
+        """Rows by number, as segments (``rows.py``)."""
+        return self._rows.rows(numbers)
 
     def evaluation(self) -> Iterator[Batch]:
         data, train = self._data, self._train
         for starts, length in evaluation_rows(self.validation, data.context, train.eval_tokens, train.batch):
-            yield batch_of(self.validation, starts, length, train.device)
+            yield collate(self.validation.segments(starts, length), self.shape)
+
+    def use(self) -> Use:
+        """Of the first epoch of all sources together."""
+        uses = [source.use() for source in self._sources]
+        return Use(*(sum(each) for each in zip(*uses, strict=True)))
 
     def told(self) -> list[str]:
-        return [f"tokens: {self._store.num_tokens:,} in {counted(self._store.num_documents, 'document')}"]
+        use = self.use()
+        packing = "split" if self._data.packing == "auto" else self._data.packing
+        packed = f"packed by {packing}: {counted(use.rows, 'row')} of {self._data.context:,} tokens, {use.told()}"
+        return [f"tokens: {self._store.num_tokens:,} in {counted(self._store.num_documents, 'document')}", packed]
+
+
+def shape_of(config: RunConfig, pad: int = 0, vocab: int | None = None) -> Shape:
+    """How a run's rows become Steps."""
+    data = config.data
+    return Shape(data.context, pad, data.reset, data.isolate, config.train.device, vocab)
+
+
+def _rows_of(training: Split, config: RunConfig, rows: int, seed: int) -> CircleRows | FittedRows:
+    data = config.data
+    if data.packing in ("auto", "split"):
+        return CircleRows(training, Order(data.order, len(training), data.context, rows, seed), data.context)
+    if data.order == "windows":
+        raise ConfigError(
+            f'data.packing: {data.packing} is for whole documents, and order = "windows" draws rows at random',
+            'order = "epochs" takes every document once',
+        )
+    assert data.packing in ("first-fit", "best-fit")
+    return FittedRows(training, data.packing, data.context, rows, seed)
+
+
+class CircleRows:
+    """Rows cut from the circle."""
+
+    def __init__(self, training: Split, order: Order, context: int) -> None:
+        self._split, self._order, self._context = training, order, context
+
+    def rows(self, numbers: Ints) -> list[Row]:
+        return self._split.segments(self._order.at(numbers), self._context)
+
+    def use(self) -> Use:
+        rows, tokens = self._order.rows_per_epoch, len(self._split)
+        return Use(rows, rows * self._context, rows * self._context, tokens - rows * self._context)
+
+
+class FittedRows:
+    """Rows of whole documents, and of windows of those that are longer; packed anew in every epoch."""
+
+    def __init__(self, training: Split, fit: Fit, context: int, num_rows: int, seed: int) -> None:
+        self._split, self._fit, self._context, self._seed = training, fit, context, seed
+        self._plan = lru_cache(2)(self._make)  # a step spans two epochs at most, but for tiny ones
+        self._epochs = Epochs(None, num_rows, lambda epoch: self._plan(epoch).order)
+
+    def rows(self, numbers: Ints) -> list[Row]:
+        epochs, rows = self._epochs.at(numbers)
+        return [self._row(self._plan(int(epoch)), int(row)) for epoch, row in zip(epochs, rows, strict=True)]
+
+    def use(self) -> Use:
+        packed = self._plan(0).packed
+        taken = int(packed.lengths.sum())
+        return Use(packed.num_rows, packed.num_rows * self._context, taken, len(self._split) - taken)
+
+    def _row(self, plan: _Plan, row: int) -> Row:
+        packed = plan.packed
+        span = slice(packed.first[row], packed.first[row + 1])
+        pieces, lengths = packed.pieces[span], packed.lengths[span, 0]
+        return [
+            self._split.part(int(plan.document[piece]), int(plan.begin[piece]), int(plan.begin[piece] + length))
+            for piece, length in zip(pieces, lengths, strict=True)
+        ]
+
+    def _make(self, epoch: int) -> _Plan:
+        random = generator(self._seed, epoch)
+        lengths = self._split.lengths
+        document, begin, end = windows(lengths, self._context, random.integers(1, self._context + 1, len(lengths)))
+        mixed = random.permutation(len(document))
+        document, begin, end = document[mixed], begin[mixed], end[mixed]
+        packed = pack((end - begin)[:, None], self._context, self._fit, crop=True)
+        return _Plan(packed, document, begin, random.permutation(packed.num_rows))
+
+
+class _Plan(NamedTuple):
+    """An epoch: piece i is of ``document[i]`` from ``begin[i]`` on; ``order``: its rows in the order they are taken."""
+
+    packed: Packed
+    document: Ints
+    begin: Ints
+    order: Ints
 
 
 class Split:
@@ -118,7 +232,8 @@ class Split:
     """
 
     def __init__(self, store: TokenStore, spans: Ints) -> None:
-        self.store, self._begin = store, spans[:, 0]
+        self.store, self.spans, self._begin = store, spans, spans[:, 0]
+        self.lengths: Ints = spans[:, 1] - spans[:, 0]
         self._starts: Ints = np.concatenate(([0], np.cumsum(spans[:, 1] - spans[:, 0])))
         self._opened = np.isin(spans[:, 0], store.offsets)
         self._ended = np.isin(spans[:, 1], store.offsets)
@@ -144,47 +259,33 @@ class Split:
         documents = np.cumsum(first & (column > 0), axis=1)
         return tokens[:, :-1], column - begun, documents, targets
 
+    def segments(self, starts: Ints, length: int) -> list[Row]:
+        """The same rows as segments: cut where a document begins."""
+        tokens, _, documents, targets = self.rows(starts, length)
+        found: list[Row] = []
+        for row in range(len(starts)):
+            cuts = [0, *(np.flatnonzero(np.diff(documents[row])) + 1).tolist(), length]
+            spans = (slice(*pair) for pair in pairwise(cuts))
+            found.append([Segment(tokens[row, span], targets[row, span]) for span in spans])
+        return found
+
+    def part(self, document: int, begin: int, end: int) -> Segment:
+        """Tokens ``begin`` to ``end`` of a document; the target of the last one is what stands behind it."""
+        low, high = self.spans[document]
+        tokens = self.store.take(np.arange(low + begin, min(low + end + 1, high)))
+        if low + end < high:
+            return Segment(tokens[:-1], tokens[1:])
+        follow = self._separator if self._ended[document] else -1
+        return Segment(tokens, np.append(tokens[1:], follow))
+
+    @cached_property
+    def _separator(self) -> int:
+        return int(self.store.take(self.store.offsets[:1])[0])
+
 
 def batch_of(rows: Split, starts: Ints, length: int, device: torch.device | str = "cpu") -> Batch:
     """The rows that begin at ``starts``, as one Step; without ``documents`` where no row has a boundary."""
-    tokens, positions, documents, targets = (torch.from_numpy(a.reshape(-1)) for a in rows.rows(starts, length))
-    wanted = (targets >= 0).nonzero().view(-1)
-    step = Step(
-        tokens=tokens.to(device),
-        positions=positions.to(device),
-        lanes=(Lane(len(starts), length, length),),
-        wanted=wanted.to(device),
-        documents=documents.to(device) if bool(documents.any()) else None,
-        limits=torch.full_like(tokens, length).to(device),
-    )
-    return Batch(step, targets[wanted].to(device))
-
-
-class Epochs:
-    """Which rows a step takes, where every epoch takes each of ``per_epoch`` rows once; a step may span epochs.
-
-    ``order(epoch)``: the rows of an epoch, in its order.
-    """
-
-    def __init__(self, per_epoch: int, num_rows: int, order: Callable[[int], Ints]) -> None:
-        """``num_rows``: rows of one optimizer step."""
-        self._per_epoch, self._num_rows, self._order = per_epoch, num_rows, order
-        self._epoch, self._kept = -1, np.empty(0, np.int64)
-
-    def rows(self, step: int) -> Ints:
-        """Of optimizer step ``step`` (from 0), [num_rows]."""
-        numbers = np.arange(step * self._num_rows, (step + 1) * self._num_rows)
-        epochs = numbers // self._per_epoch
-        rows = np.empty(self._num_rows, np.int64)
-        for epoch in np.unique(epochs):
-            mine = epochs == epoch
-            rows[mine] = self._of_epoch(int(epoch))[numbers[mine] % self._per_epoch]
-        return rows
-
-    def _of_epoch(self, epoch: int) -> Ints:
-        if epoch != self._epoch:
-            self._epoch, self._kept = epoch, self._order(epoch)
-        return self._kept
+    return collate(rows.segments(starts, length), Shape(length, device=device))
 
 
 class Order:
@@ -205,9 +306,18 @@ class Order:
 
     def starts(self, step: int) -> Ints:
         """Where the rows of optimizer step ``step`` (from 0) begin, [num_rows]."""
-        if self._kind == "windows":
-            return generator(self._seed, step).integers(0, self._num_tokens - self._context, self._num_rows)
-        return self._epochs.rows(step)
+        return self.at(np.arange(step * self._num_rows, (step + 1) * self._num_rows))
+
+    def at(self, numbers: Ints) -> Ints:
+        """Where rows ``numbers`` [n] begin."""
+        if self._kind != "windows":
+            return self._epochs.at(numbers)[1]
+        steps, inside = numbers // self._num_rows, numbers % self._num_rows
+        starts = np.empty(len(numbers), np.int64)
+        for step in np.unique(steps):
+            drawn = generator(self._seed, int(step)).integers(0, self._num_tokens - self._context, self._num_rows)
+            starts[steps == step] = drawn[inside[steps == step]]
+        return starts
 
     def _of_epoch(self, epoch: int) -> Ints:
         random = generator(self._seed, epoch)
@@ -216,27 +326,25 @@ class Order:
         return starts
 
 
-def generator(seed: int, number: int) -> np.random.Generator:
-    """Random numbers that are a function of the run's seed and one more integer."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
+def split(
+    store: TokenStore, validation: float, seed: int, documents: tuple[int, int] | None = None
+) -> tuple[Split, Split]:
+    """Training and validation, of the store or of its ``documents`` from the first to the last.
 
-
-def split(store: TokenStore, validation: float, seed: int) -> tuple[Split, Split]:
-    """Training and validation.  With MANY_DOCUMENTS whole documents are drawn until their share is reached; with
-    fewer, or where no draw comes near it, the stream is cut at the place.
-
-    Raises DataError where nothing is left for one of them.
+    With MANY_DOCUMENTS whole documents are drawn until their share is reached; with fewer, or where no draw comes near
+    it, the stream is cut at the place.  Raises DataError where nothing is left for one of them.
     """
-    spans = np.stack((store.offsets[:-1], store.offsets[1:]), axis=1)
-    wanted = store.num_tokens * validation
+    first, last = documents or (0, store.num_documents)
+    begin, end = int(store.offsets[first]), int(store.offsets[last])
+    spans = np.stack((store.offsets[first:last], store.offsets[first + 1 : last + 1]), axis=1)
+    wanted = (end - begin) * validation
     held = _draw(spans[:, 1] - spans[:, 0], wanted, seed) if len(spans) >= MANY_DOCUMENTS else None
     if held is not None:
         return Split(store, spans[~held]), Split(store, spans[held])
-    cut = store.num_tokens - int(wanted)
-    if not 1 < cut < store.num_tokens - 1:
+    cut = end - int(wanted)
+    if not begin + 1 < cut < end - 1:
         raise DataError(
-            f"the corpus is too short: {counted(store.num_tokens, 'token')} cannot be split into training and "
-            "validation",
+            f"the corpus is too short: {counted(end - begin, 'token')} cannot be split into training and validation",
             "use more text",
         )
     before = np.minimum(spans, cut)

@@ -40,7 +40,7 @@ class Distillation:
         self.model = model.eval().requires_grad_(False)
         self._layers, self._options, self._autocast = compressor.by_layer(), options, autocast
 
-    def backward(self, batch: Batch, total: int) -> float:
+    def backward(self, batch: Batch, total: float) -> float:
         """Add the gradient of this batch's share of the loss; returns the loss times its targets."""
         summed, count = 0.0, len(batch.targets)
         for loss in self._losses(batch):

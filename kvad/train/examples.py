@@ -17,6 +17,7 @@ from kvad.text.base import Tokenizer
 from kvad.train.columns import Encoded
 from kvad.train.corpus import Framer, Source
 from kvad.train.pairs import PairPaths, look
+from kvad.train.readers import Piece
 
 __all__ = ["Example", "ExampleCorpus", "Found", "find", "framing", "labels_of"]
 
@@ -81,6 +82,9 @@ class ExampleCorpus(ABC, Generic[T]):
     def texts(self) -> Iterator[str]:
         for _, example in self.examples():
             yield from self.texts_of(example.content)
+
+    def pieces(self) -> Iterator[Piece]:
+        return map(Piece, self.texts())
 
     def encoded(self, tokenizer: Tokenizer) -> Iterator[Encoded]:
         every = self.examples()

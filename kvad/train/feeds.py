@@ -19,9 +19,8 @@ from kvad.train.data import DocumentData, TrainingData
 from kvad.train.examples import ExampleCorpus
 from kvad.train.labelled import open_labelled
 from kvad.train.masking import HidingData, MaskedData, mask_token
-from kvad.train.pair_data import PairData
-from kvad.train.pairs import ROLES, PairCorpus, PairPaths, generation_of
-from kvad.train.sampling import SampledPairs
+from kvad.train.pairs import ROLES, PairPaths
+from kvad.train.readers import Piece
 from kvad.train.spans import SpanData
 from kvad.train.store import TokenStore
 from kvad.train.tagging import open_tagging
@@ -57,6 +56,10 @@ class FramedCorpus:
 
     def texts(self) -> Iterator[str]:
         return self.documents.texts()
+
+    def pieces(self) -> Iterator[Piece]:
+        """Documents whole: a frame stands around all of one."""
+        return map(Piece, self.texts())
 
     def settings(self) -> dict[str, Any]:
         return {**self.documents.settings(), "frame": "none" if self.bare else "tokenizer"}
@@ -102,37 +105,26 @@ def _template(config: RunConfig, saved: Path | None) -> ChatTemplate:
 
 
 def feed(
-    store: TokenStore,
-    config: RunConfig,
-    texts: Corpus | FramedCorpus | PairCorpus | ExampleCorpus[Any],
-    tokenizer: Tokenizer,
+    store: TokenStore, config: RunConfig, texts: FramedCorpus | ExampleCorpus[Any], tokenizer: Tokenizer
 ) -> TrainingData:
-    """The tokens of a run as its objective reads them.  DataError where they are too few, or of another tokenizer than
-    the objective needs."""
+    """The tokens of a run as an objective other than the next token reads them.  DataError where they are too few, or
+    of another tokenizer than the objective needs."""
     wanted, train = config.objective, config.train
-    pad = tokenizer.specials.pad or 0
     rows = train.batch * train.accumulate
-    if isinstance(texts, PairCorpus):
-        return (SampledPairs if wanted.sampling else PairData)(store, config, texts.num_held, pad)
     if isinstance(texts, ExampleCorpus):
-        data = TextData(store, config, texts.num_held, pad, texts.noun)
+        data = TextData(store, config, texts.num_held, tokenizer.specials.pad or 0, texts.noun)
         return HidingData(data, tokenizer, wanted.hide, train.seed, rows) if wanted.hide else data
     if wanted.kind == "masked":
         mask_token(tokenizer)
         return MaskedData(DocumentData(store, config), tokenizer, wanted.density, train.seed, rows)
-    if wanted.kind == "spans":
-        raw = spans.raw_length(config.data.context, wanted)
-        documents = DocumentData(store, replace(config, data=replace(config.data, context=raw)))
-        return SpanData(
-            documents, tokenizer, wanted, context=config.data.context, raw=raw, seed=train.seed, step_rows=rows
-        )
-    return DocumentData(store, config)
+    assert wanted.kind == "spans", wanted.kind
+    raw = spans.raw_length(config.data.context, wanted)
+    documents = DocumentData(store, replace(config, data=replace(config.data, context=raw)))
+    return SpanData(documents, tokenizer, wanted, context=config.data.context, raw=raw, seed=train.seed, step_rows=rows)
 
 
 def generation_for(data: TrainingData, tokenizer: Tokenizer) -> Generation:
     """What a checkpoint says about generating."""
-    if isinstance(data, PairData):
-        return generation_of(tokenizer)
     if isinstance(data, SpanData):
         return spans.generation_of(data.speech)
     if isinstance(data, TextData) and (end := data.turn_end()) in tokenizer.specials.names().values():

@@ -25,8 +25,8 @@ import torch
 
 from kvad.checkpoint.folder import TRAINING, locate, read_json, steps_of
 from kvad.checkpoint.generation import Generation
-from kvad.checkpoint.native import load, save_step
-from kvad.checkpoint.opened import Opened, Training
+from kvad.checkpoint.native import load
+from kvad.checkpoint.opened import Opened, Training, read_training
 from kvad.checkpoint.theirs import Layout, choose_layout
 from kvad.config import Classes, ModelConfig, meaning
 from kvad.errors import CheckpointError, ConfigError, UsageError
@@ -41,8 +41,10 @@ from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
 from kvad.train.pairs import PairPaths
-from kvad.train.reports import Callback, Outcome
-from kvad.train.store import changed_sources
+from kvad.train.reports import Callback, Outcome, Subject
+from kvad.train.schedules import paced_by
+from kvad.train.speed import prepare
+from kvad.train.start import Adapters, Start, Whole, absolute, restored, start_again, start_of, whole_as
 from kvad.train.trainer import State, Trainer
 
 __all__ = [
@@ -76,32 +78,41 @@ def train(
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
 ) -> Outcome:
-    """Train a new model on text files and folders, or on pairs of texts.
+    """Train a new model, or one that there is (``config.init``), on text files and folders, or on pairs of texts.
 
     ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).
     ``available``: bytes that may be taken (None: nobody knows).  Raises UsageError, DataError, ConfigError,
     TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
-    check_out(out, corpus, config.data.suffixes)
+    for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
+        check_out(out, source, config.data.suffixes)
     earlier = holds_run(out, overwrite)
     check_device(config.train.device)
-    kind = config.resolve(vocab=1).kind  # before a tokenizer is trained for a model that cannot be
+    config = absolute(config)
+    start = start_of(config)
+    # before a tokenizer is trained for a model that cannot be
+    kind = config.resolve(vocab=1).kind if start is None else start.model_config.kind
     tell = teller(callbacks)
     config = fitting(config, kind)
     named = named_for(config.objective.kind, corpus)
-    material = Material(config, named, tell)
-    tokenizer = material.make_tokenizer()
-    model_config = material.shaped(config.resolve(tokenizer.vocab_size))
-    _check_memory(config, model_config, available)
+    material = Material(config, named, tell, start=None if start is None else start.opened)
+    tokenizer = material.make_tokenizer() if start is None else start.tokenizer
+    model_config = material.shaped(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
+    _check_memory(config, model_config, available, start)
+    form = None if start is None else start.form()
     with nothing_left(out):
         material.open(out / "data", tokenizer)
     torch.manual_seed(config.train.seed)
-    model = Transformer(model_config)
-    if kind != "decoder":
+    model = Transformer(model_config) if start is None else start.model()
+    if kind != "decoder" and start is None:
         initialise(model)
     model.to(config.train.device)
-    layout = _layout(model_config, material.generation(tokenizer), tell)
-    run = _Run(config, named, out, model, tokenizer, material, layout, fresh=earlier)
+    for line in () if start is None else start.told():
+        tell(line)
+    if form is None:
+        form = _form(model_config, material, tokenizer, tell)
+    run = _Run(config, named, out, model, tokenizer, material, form, fresh=earlier)
+    run.begun = None if start is None else start.begun()
     return run.fit(State(), None, callbacks, clock)
 
 
@@ -121,23 +132,38 @@ def resume(
     MemoryPlanError as :func:`train` does.
     """
     stored, paths = stored_run(out)
-    checkpoint = load(out)
-    state, tokenizer = checkpoint.training, checkpoint.tokenizer
-    assert state is not None and tokenizer is not None, "stored_run has looked"
-    config, corpus = fitting(config or stored, checkpoint.config.kind), corpus or paths
-    _check_same(stored, config, checkpoint, tokenizer)
+    config, corpus = absolute(config or stored), corpus or paths
+    state = read_training(locate(out))
+    assert state is not None, "stored_run has looked"
+    begun, start = state.state.get("init"), None
+    if stored.lora is not None:
+        check_differences(stored.to_dict(), config.to_dict())
+        start = start_again(config, out, begun or {})
+    checkpoint = load(out) if start is None else start.opened
+    tokenizer = checkpoint.tokenizer
+    assert tokenizer is not None, "a run writes it"
+    config = fitting(config, checkpoint.config.kind)
+    if start is None:
+        _check_same(stored, config, checkpoint, tokenizer)
     check_device(config.train.device)
-    _check_memory(config, checkpoint.config, available)
+    _check_memory(config, checkpoint.config, available, start)
     tell = teller(callbacks)
     named = named_for(config.objective.kind, corpus)
-    material = Material(config, named, tell, template=checkpoint.path)
+    material = Material(config, named, tell, start=None if begun is None else checkpoint, template=checkpoint.path)
     open_again(material, out, tokenizer, state, tell)
     torch.manual_seed(config.train.seed)
-    model = Transformer(checkpoint.config)
-    model.load_state_dict(dict(checkpoint.weights()))  # copied: training must never write into a mapped file
+    if start is None:
+        model = Transformer(checkpoint.config)
+        model.load_state_dict(dict(checkpoint.weights()))  # copied: training must never write into a mapped file
+    else:
+        model = restored(start, out)
     model.to(config.train.device)
-    layout = _layout(checkpoint.config, material.generation(tokenizer), tell)
-    run = _Run(config, named, out, model, tokenizer, material, layout)
+    if begun is None:
+        form: Whole | Adapters = _form(checkpoint.config, material, tokenizer, tell)
+    else:
+        form = whole_as(checkpoint) if start is None else start.form()
+    run = _Run(config, named, out, model, tokenizer, material, form)
+    run.begun = begun
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
 
 
@@ -164,22 +190,27 @@ class _Run:
         model: Transformer,
         tokenizer: Tokenizer,
         material: Material,
-        layout: Layout | None,
+        form: Whole | Adapters,
         *,
         fresh: bool = False,
     ) -> None:
         self.config, self.out, self.model, self.tokenizer, self.material = config, out, model, tokenizer, material
         self.corpus = as_json(corpus)
-        self.optimization = Optimization(model, config.optim, config.train)
-        self.layout, self.fresh = layout, fresh
+        prepare(model, config.train)
+        self.optimization = Optimization(model, config.optim, config.train, model.config.width)
+        self.form, self.fresh = form, fresh
+        self.begun: dict[str, str] | None = None  # the model that it began with
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
         train = self.config.train
         if stored is not None:
             self.optimization.restore(stored.tensors)
             torch.set_rng_state(stored.tensors["rng"])
+            if "rng_device" in stored.tensors:
+                torch.cuda.set_rng_state(stored.tensors["rng_device"], self.config.train.device)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
         heard = [metrics, *callbacks]
+        self._introduce(heard)
         sample = self.material.sampler(self.model, self.tokenizer)
         precision = resolve_precision(train.precision, train.device)
         objective = make_objective(self.config, self.model, Autocast(precision, train.device))
@@ -191,24 +222,34 @@ class _Run:
         finally:
             metrics.close()
 
+    def _introduce(self, heard: Sequence[Callback]) -> None:
+        def tell(method: str, report: object) -> None:
+            for callback in heard:
+                getattr(callback, method)(report)
+
+        said = self.material.generation(self.tokenizer)
+        for callback in heard:
+            callback.on_model(Subject(self.model, self.tokenizer, said, self.material.data, tell))
+
     def _save(self, state: State) -> Path:
         tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
+        if torch.device(self.config.train.device).type == "cuda":
+            tensors["rng_device"] = torch.cuda.get_rng_state(self.config.train.device)
         content = progress(self.config, self.corpus, self.material, state)
-        path = save_step(
-            self.out,
-            state.step,
-            self.model.config,
-            self.model.state_dict(),
-            self.tokenizer,
-            Training(tensors, content),
-            layout=self.layout,
-            generation=self.material.generation(self.tokenizer),
-            keep=self.config.train.keep,
-            fresh=self.fresh,
-            files=self.material.files(self.tokenizer),
-        )
+        if self.begun is not None:
+            content["init"] = self.begun
+        training = Training(tensors, content)
+        keep = self.config.train.keep
+        with self.optimization.averaged():
+            path = self.form.save(self.out, state.step, self.model, training, keep=keep, fresh=self.fresh)
         self.fresh = False
         return path
+
+
+def _form(config: ModelConfig, material: Material, tokenizer: Tokenizer, tell: Callable[[str], None]) -> Whole:
+    """Of a model that began here."""
+    said = material.generation(tokenizer)
+    return Whole(config, _layout(config, said, tell), said, tokenizer, material.files(tokenizer))
 
 
 def _layout(config: ModelConfig, generation: Generation, tell: Callable[[str], None]) -> Layout | None:
@@ -224,6 +265,9 @@ def _layout(config: ModelConfig, generation: Generation, tell: Callable[[str], N
 
 def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Opened, tokenizer: Tokenizer) -> None:
     there, here = stored.to_dict(), wanted.to_dict()
+    if stored.init is not None or wanted.init is not None:
+        check_differences(there, here)
+        return
     head = checkpoint.config.head
     labels = head.labels if isinstance(head, Classes) else ()
     model = headed(wanted.resolve(tokenizer.vocab_size), wanted.objective.kind, labels)
@@ -240,7 +284,7 @@ def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Opened, tokeni
 
 def check_differences(stored: dict[str, Any], wanted: dict[str, Any]) -> None:
     """ConfigError naming what differs in a way that a run cannot go on with."""
-    found = differences(stored, wanted)
+    found = differences(stored, wanted) + paced_by(stored, wanted)
     if found:
         raise ConfigError(f"cannot resume with another configuration: {'; '.join(found)}", "start a new run for that")
 
@@ -260,9 +304,10 @@ def open_again(
 ) -> None:
     """The data of a run that goes on.  ConfigError where its corpus has changed."""
     if material.key(tokenizer) != state.state["data"]:
-        changed = ", ".join(changed_sources(out / "data", material.texts)[:3])
+        changed = ", ".join(material.changed(out / "data")[:3])
         raise ConfigError(f"cannot resume {out}: its corpus has changed{': ' + changed if changed else ''}")
     material.open(out / "data", tokenizer)
+    material.seek(state.state.get("position"))
     if state.state.get("threads") != torch.get_num_threads():
         tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")
 
@@ -272,7 +317,8 @@ def progress(config: RunConfig, corpus: Any, material: Material, state: State) -
     return {
         "run": config.to_dict(),
         "corpus": corpus,
-        "data": material.store.fingerprint,
+        "data": material.fingerprint,
+        "position": material.position(),
         "progress": dataclasses.asdict(state),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -310,12 +356,16 @@ def nothing_left(out: Path) -> Iterator[None]:
         raise
 
 
-def _check_memory(config: RunConfig, model: ModelConfig, available: int | None) -> None:
+def _check_memory(config: RunConfig, model: ModelConfig, available: int | None, start: Start | None) -> None:
     device, precision = config.train.device, config.train.precision
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in Transformer(model).parameters())
+    learned = None
+    if start is not None and config.lora is not None:
+        parameters, learned = start.parameters
     if torch.device(device).type == "cpu":  # another device's memory answers for itself
-        require(model, config, parameters, available, half=resolve_precision(precision, device) == "bf16")
+        half = resolve_precision(precision, device) == "bf16"
+        require(model, config, parameters, available, half=half, learned=learned)
 
 
 def check_device(device: str) -> None:

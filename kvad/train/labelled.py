@@ -20,7 +20,7 @@ from kvad.train.examples import Example, ExampleCorpus, find, framing, labels_of
 from kvad.train.pairs import PairPaths, lines_of
 from kvad.train.tagging import NO_LABEL
 
-__all__ = ["Labelled", "LabelledCorpus", "objects_of", "open_labelled"]
+__all__ = ["Labelled", "LabelledCorpus", "labelled_of", "objects_of", "open_labelled"]
 
 FORM = "a labelled text is LABEL<tab>TEXT"
 
@@ -42,7 +42,7 @@ class LabelledCorpus(ExampleCorpus[Labelled]):
     columns = {"labels": "int32"}  # noqa: RUF012  (never written)
 
     def read(self, path: Path) -> Iterator[Example[Labelled] | None]:
-        return _labelled(path, self.errors, self.text_field, self.label_field)
+        return labelled_of(path, self.errors, self.text_field, self.label_field)
 
     def texts_of(self, content: Labelled) -> Iterable[str]:
         return [content.text]
@@ -68,14 +68,17 @@ def open_labelled(
     """Raises DataError naming file and line: of one that is no labelled text, and of a label that is held out and does
     not occur in training."""
     noun = LabelledCorpus.noun
-    found = find(paths, lambda path: _labelled(path, errors, text_field, label_field), noun, validation)
+    found = find(paths, lambda path: labelled_of(path, errors, text_field, label_field), noun, validation)
     corpus = LabelledCorpus(found, errors, text_field, label_field)
     seen = ((path, [(each.line, each.content.label)]) for path, each in corpus.examples())
     labels = labels_of(seen, found.num_texts - found.num_held, "label")
     return LabelledCorpus(found, errors, text_field, label_field, labels)
 
 
-def _labelled(path: Path, errors: str, text_field: str, label_field: str) -> Iterator[Example[Labelled] | None]:
+def labelled_of(
+    path: Path, errors: str, text_field: str = "text", label_field: str = "label"
+) -> Iterator[Example[Labelled] | None]:
+    """Of one file; None for an empty text.  Raises DataError naming file and line."""
     if path.suffix == ".jsonl":
         for number, content in objects_of(path, errors):
             text = _value(path, number, content, text_field, (str,), "a text")

@@ -131,8 +131,9 @@ class MaskedData:
         (lane,) = step.lanes
         tokens = step.tokens.cpu().numpy().reshape(lane.rows, lane.new)
         may = ~np.isin(tokens, self._special)
-        if step.documents is not None:
-            may &= (step.documents >= 0).cpu().numpy().reshape(may.shape)
+        owner = step.order if step.documents is None else step.documents  # -1: padding, isolated or not
+        if owner is not None:
+            may &= (owner >= 0).cpu().numpy().reshape(may.shape)
         rows, wanted = [], []
         for row in range(lane.rows):
             random = draws(self._seed, stream, first + row)

@@ -5,31 +5,39 @@ Everything else about training is the same for all; where they differ, it is sai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.opened import Opened
 from kvad.config import ModelConfig
-from kvad.errors import ConfigError, UsageError
+from kvad.errors import ConfigError, DataError, UsageError, counted
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from kvad.train.chats import ChatCorpus
 from kvad.train.config import RunConfig
 from kvad.train.corpus import Corpus, open_corpus
-from kvad.train.data import TrainingData
+from kvad.train.data import DocumentData, Part, TrainingData
 from kvad.train.examples import ExampleCorpus
 from kvad.train.feeds import FramedCorpus, feed, generation_for, open_examples, roles_for
 from kvad.train.objectives import EXAMPLES as OF_EXAMPLES
-from kvad.train.objectives import headed
+from kvad.train.objectives import fitting, headed
 from kvad.train.pair_data import PairData
 from kvad.train.pairs import PairCorpus, PairPaths, generation_of, open_pairs
+from kvad.train.prepared import Prepared, asked_for, is_prepared
 from kvad.train.reports import Sample
 from kvad.train.samples import greedy
-from kvad.train.store import TokenStore, open_store, store_key
+from kvad.train.sampling import SampledPairs
+from kvad.train.start import said_by
+from kvad.train.store import TokenStore, changed_sources, damaged_files, joined_key, open_store, store_key
+from kvad.train.stream import SequentialData, Units, units_of_store, units_of_texts
 
 __all__ = ["Material", "Named", "as_json", "from_json", "named_for"]
 
+FRAMED = ("masked", "spans")  # objectives that read documents in a frame of their own
+AnyTexts = Corpus | PairCorpus | Prepared | FramedCorpus | ExampleCorpus[Any]
 Named = Sequence[Path] | PairPaths  # what a user names: files and folders of documents, or files of pairs
 EXAMPLES = 3  # held-out sources that are answered at every evaluation
 
@@ -62,42 +70,95 @@ def from_json(content: Any) -> Named:
 class Material:
     """The texts of a run; after :meth:`open`, its tokens and its data.  ``tell`` is given a line about each."""
 
-    store: TokenStore
     data: TrainingData
 
     def __init__(
-        self, config: RunConfig, named: Named, tell: Callable[[str], None], template: Path | None = None
+        self,
+        config: RunConfig,
+        named: Named,
+        tell: Callable[[str], None],
+        *,
+        start: Opened | None = None,
+        template: Path | None = None,
     ) -> None:
-        """``template``: of chat, the folder of a checkpoint that has the chat template.  Raises DataError for what
-        cannot be read."""
+        """``named`` is empty where ``data.sources`` names a mixture.  ``start``: what the run began with, if it was
+        trained before; ``template``: of chat, the folder of a checkpoint with the chat template, if that is another.
+
+        Raises DataError for what cannot be read, UsageError and ConfigError for what cannot be meant.
+        """
+        if config.objective.kind == "auto":  # nobody has asked the model: what is named says it
+            config = fitting(config, "encoder-decoder" if isinstance(named, PairPaths) else "decoder")
         self._config, self._tell = config, tell
-        self.texts: Corpus | FramedCorpus | PairCorpus | ExampleCorpus[Any]
+        self._said = None if start is None else said_by(start)
         kind = config.objective.kind
-        if isinstance(named, PairPaths):
-            if config.data.suffixes:
-                raise ConfigError("data.suffixes: pairs come from files that are named", "leave --suffix out")
-            if config.data.documents == "lines":
-                raise ConfigError("data.documents: pairs are lines anyway", "leave it out")
-            if kind in OF_EXAMPLES:
-                self.texts = open_examples(config, named, template)
-            else:
-                self.texts = open_pairs(named, config.data.errors)
+        self.pairs = isinstance(named, PairPaths) and kind not in OF_EXAMPLES
+        self._alone: FramedCorpus | ExampleCorpus[Any] | None = None
+        if kind in OF_EXAMPLES or kind in FRAMED:
+            _check_alone(config)
+            folder = start.path if template is None and start is not None else template
+            self._alone = self._open_alone(named, folder)
+            self._weights, self._groups = [1.0], list[list[AnyTexts]]([[self._alone]])
         else:
-            lines = config.data.documents == "lines"
-            found = open_corpus(named, suffixes=config.data.suffixes, errors=config.data.errors, lines=lines)
-            self.texts = FramedCorpus(found, kind == "spans") if kind in ("masked", "spans") else found
-        tell(self.texts.told())
+            groups = _groups(config, named)
+            self._weights = [weight for _, weight in groups]
+            self._groups = [self._opened(group) for group, _ in groups]
+        for texts in self._all:
+            tell(texts.told())
+
+    def _open_alone(self, named: Named, template: Path | None) -> FramedCorpus | ExampleCorpus[Any]:
+        """The one corpus of an objective that asks other things than the next token."""
+        config, data = self._config, self._config.data
+        if config.objective.kind in OF_EXAMPLES:
+            assert isinstance(named, PairPaths), "named_for has looked"
+            if data.suffixes:
+                raise ConfigError("data.suffixes: examples come from files that are named", "leave --suffix out")
+            if data.documents == "lines":
+                raise ConfigError("data.documents: examples are lines anyway", "leave it out")
+            return open_examples(config, named, template)
+        assert not isinstance(named, PairPaths), "named_for has looked"
+        return FramedCorpus(self._open_corpus(named, hashed=True), config.objective.kind == "spans")
+
+    @property
+    def _all(self) -> list[AnyTexts]:
+        return [texts for group in self._groups for texts in group]
+
+    @property
+    def _prepared(self) -> list[Prepared]:
+        return [texts for texts in self._all if isinstance(texts, Prepared)]
+
+    def only(self) -> Corpus | PairCorpus:
+        """The texts, where they are one corpus that is not prepared; else UsageError."""
+        (texts,) = self._all if len(self._all) == 1 else (None,)
+        if texts is None or isinstance(texts, Prepared):
+            raise UsageError("prepared data is among what is named, and only texts can be prepared", "leave it out")
+        if not _is_raw(texts):
+            kind = self._config.objective.kind
+            raise UsageError(f"objective.kind: {kind} reads its texts in a form of its own", "kvad train prepares them")
+        return texts
+
+    def checked(self) -> DocumentData | PairData | SequentialData:
+        """The data of an opened run, as ``check.py`` asks it."""
+        if not isinstance(self.data, (DocumentData, PairData, SequentialData)):
+            raise UsageError(f"objective.kind: {self._config.objective.kind} cannot be checked", "next-token can")
+        return self.data
+
+    def damaged(self) -> list[Path]:
+        """Files of prepared data that are not what their manifest says; reads all of them."""
+        return [p.folder / name for p in self._prepared for name in damaged_files(p.folder, p.manifest)]
 
     def make_tokenizer(self) -> Tokenizer:
-        """The one that is named, or one trained on all texts (of pairs, on both sides)."""
+        """The one that is named, or that prepared data came with, or one trained on all texts (of pairs, on both
+        sides)."""
         wanted = self._config.tokenizer
+        if self._prepared:
+            return self._tokenizer_of(self._prepared)
         if wanted.path is not None:
             return load_tokenizer(Path(wanted.path))
         self._tell(f"tokenizer: training {wanted.kind}")
         usual = roles_for(self._config.objective.kind)
         return train_tokenizer(
             wanted.kind,
-            self.texts.texts(),
+            (text for texts in self._all for text in _texts_of(texts)),
             vocab_size=wanted.vocab_size,
             min_freq=wanted.min_freq,
             lower=wanted.lower,
@@ -106,33 +167,81 @@ class Material:
         )
 
     def key(self, tokenizer: Tokenizer) -> str:
-        """The ``fingerprint`` of the store that these texts make."""
-        return store_key(self.texts, tokenizer)
+        """The ``fingerprint`` of the tokens that these texts make."""
+        keys = [t.store.fingerprint if isinstance(t, Prepared) else store_key(t, tokenizer) for t in self._all]
+        return joined_key(keys)
+
+    def changed(self, folder: Path) -> list[str]:
+        """Names of what is no longer what a run's tokens in ``folder`` were made of."""
+        found = []
+        for number, texts in enumerate(self._all):
+            if isinstance(texts, Prepared):
+                continue
+            found += changed_sources(self._folder(folder, number), texts)
+        return found
 
     def open(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """The texts as tokens in ``folder``.  DataError, and nothing written, where they are too few to train on."""
+        """The texts as tokens in ``folder``, but for those that are prepared and those that are streamed.
+
+        DataError, and nothing written, where they are too few to train on, or prepared by another tokenizer.
+        """
+        for prepared in self._prepared:
+            prepared.check(tokenizer, "the run's tokenizer is")
+        self.fingerprint, self._vocab = self.key(tokenizer), tokenizer.vocab_size
         self._tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
-
-        def read(store: TokenStore) -> None:
-            self.data = feed(store, self._config, self.texts, tokenizer)
-
-        self.store, found = open_store(folder, self.texts, tokenizer, accept=read)
+        pad = tokenizer.specials.pad or 0
+        note = ""
+        if self._config.data.order == "stream":
+            units = [units_of_texts(texts, tokenizer) for group in self._groups for texts in group if _is_raw(texts)]
+            self.data = self._sequential(units, pad, "tokens: made while the texts are read, none on the disk")
+        elif self._alone is not None:
+            note = self._open_fed(folder, self._alone, tokenizer)
+        elif len(self._all) == 1 and not self._prepared:
+            (texts,) = self._all
+            assert not isinstance(texts, Prepared)
+            _, found = open_store(folder, texts, tokenizer, accept=lambda store: self._read([store], pad))
+            note = ", found on disk" if found else ""
+        else:
+            stores = []
+            for number, texts in enumerate(self._all):
+                if isinstance(texts, Prepared):
+                    stores.append(texts.store)
+                else:
+                    stores.append(open_store(self._folder(folder, number), texts, tokenizer)[0])
+            self._read(stores, pad)
         first, *more = self.data.told()
-        for line in (first + (", found on disk" if found else ""), *more):
+        for line in (first + note, *more):
             self._tell(line)
+
+    def _open_fed(self, folder: Path, texts: FramedCorpus | ExampleCorpus[Any], tokenizer: Tokenizer) -> str:
+        def read(store: TokenStore) -> None:
+            self.data = feed(store, self._config, texts, tokenizer)
+
+        return ", found on disk" if open_store(folder, texts, tokenizer, accept=read)[1] else ""
+
+    def position(self) -> list[list[int]] | None:
+        """Where data that is read in its order stands; a checkpoint keeps it for :meth:`seek`."""
+        return self.data.position() if isinstance(self.data, SequentialData) else None
+
+    def seek(self, position: Sequence[Sequence[int]] | None) -> None:
+        if position is not None and isinstance(self.data, SequentialData):
+            self.data.seek(position)
 
     def generation(self, tokenizer: Tokenizer) -> Generation:
         """What a checkpoint says about generating."""
-        return generation_for(self.data, tokenizer)
+        if self._said is not None:
+            return self._said
+        return generation_of(tokenizer) if self.pairs else generation_for(self.data, tokenizer)
 
     @property
     def labels(self) -> tuple[str, ...]:
         """What a text, or a word of it, may be called; () of what has no labels."""
-        return tuple(getattr(self.texts, "labels", ()))
+        return tuple(getattr(self._alone, "labels", ()))
 
-    def files(self, tokenizer: Tokenizer) -> dict[str, str]:
+    def files(self, tokenizer: Tokenizer) -> dict[str, bytes]:
         """What lies in a checkpoint beside the model, by its name: the chat template."""
-        return self.texts.template_files(tokenizer) if isinstance(self.texts, ChatCorpus) else {}
+        texts = self._alone.template_files(tokenizer) if isinstance(self._alone, ChatCorpus) else {}
+        return {name: text.encode() for name, text in texts.items()}
 
     def shaped(self, model: ModelConfig) -> ModelConfig:
         """The model with the head that this objective needs.  Raises ConfigError."""
@@ -140,9 +249,9 @@ class Material:
 
     def sampler(self, model: Transformer, tokenizer: Tokenizer) -> Callable[[], tuple[Sample, ...]] | None:
         """What the model makes of the first held-out sources, whenever it is called; None of documents."""
-        if not isinstance(self.data, PairData):
+        if not self.pairs or not isinstance(self.data, (PairData, SequentialData)):
             return None
-        examples, said = self.data.examples(EXAMPLES), generation_of(tokenizer)
+        examples, said = self.data.examples(EXAMPLES), self.generation(tokenizer)
         sources = [source for source, _ in examples]
         most = min(self._config.data.context - 1, 8 + 2 * max(map(len, sources)))
 
@@ -152,3 +261,154 @@ class Material:
             return tuple(Sample(*map(tokenizer.decode, (source, target, ids))) for (source, target), ids in rows)
 
         return sample
+
+    def _opened(self, group: Named) -> list[AnyTexts]:
+        """A group's prepared folders, and the rest of it as one corpus."""
+        data = self._config.data
+        stream = data.order == "stream"
+        paths = [item[0] for item in group.files if len(item) == 1] if isinstance(group, PairPaths) else list(group)
+        folders = [path for path in paths if is_prepared(path)]
+        if stream and folders:
+            raise ConfigError(f"data.order: {folders[0]} is prepared, and a stream reads texts", 'order = "sequential"')
+        found: list[AnyTexts] = []
+        for folder in folders:
+            prepared = Prepared(folder)
+            if prepared.pairs != self.pairs:
+                held, wanted = ("pairs", "documents") if prepared.pairs else ("documents", "pairs")
+                raise DataError(f"{folder} holds {held}, and this model reads {wanted}", "prepare them for it")
+            found.append(prepared)
+        if isinstance(group, PairPaths):
+            rest = PairPaths(tuple(item for item in group.files if item[0] not in folders), group.held)
+            if stream and rest.held:
+                raise ConfigError("data.order: a stream holds out a share of its own", "leave --validation a share")
+            if rest.files or not found:
+                found.append(self._open_pairs(rest, hashed=not stream))
+        elif len(folders) < len(paths) or not found:
+            found.append(self._open_corpus([path for path in paths if path not in folders], hashed=not stream))
+        return found
+
+    def _open_pairs(self, paths: PairPaths, *, hashed: bool) -> PairCorpus:
+        data = self._config.data
+        if data.suffixes:
+            raise ConfigError("data.suffixes: pairs come from files that are named", "leave --suffix out")
+        if data.documents == "lines":
+            raise ConfigError("data.documents: pairs are lines anyway", "leave it out")
+        if data.format not in ("auto", "pairs", "jsonl"):
+            raise ConfigError(f"data.format: {data.format} is of documents, and this model reads pairs", '"pairs"')
+        found = open_pairs(paths, data.errors, (data.source_field, data.target_field), hashed=hashed)
+        return replace(found, said=self._said)
+
+    def _open_corpus(self, paths: Sequence[Path], *, hashed: bool) -> Corpus:
+        data = self._config.data
+        if data.format == "pairs":
+            raise ConfigError("data.format: pairs are for an encoder-decoder, and this model reads documents", '"auto"')
+        return open_corpus(
+            paths,
+            suffixes=data.suffixes,
+            errors=data.errors,
+            lines=data.documents == "lines",
+            format=data.format,
+            field=data.field,
+            hashed=hashed,
+        )
+
+    def _folder(self, folder: Path, number: int) -> Path:
+        return folder if len(self._all) == 1 else folder / str(number)
+
+    def _tokenizer_of(self, prepared: Sequence[Prepared]) -> Tokenizer:
+        first, wanted = prepared[0], self._config.tokenizer
+        if wanted.path is not None:
+            first.check(load_tokenizer(Path(wanted.path)), f"{wanted.path} is")
+        elif not asked_for(first, wanted):
+            raise ConfigError(
+                f"[tokenizer]: the tokens of {first.folder} are made already, by {first.tokenizer.kind} with "
+                f"{counted(first.tokenizer.vocab_size, 'token')}",
+                "leave the table out, or prepare the texts again with this run file",
+            )
+        for other in prepared[1:]:
+            other.check(first.tokenizer, f"{first.folder / 'tokenizer'} is")
+        return first.tokenizer
+
+    def _read(self, stores: Sequence[TokenStore], pad: int) -> None:
+        """The data of a run on these stores, those of a group one behind the other."""
+        config, store = self._config, TokenStore.joined(stores)
+        counts = iter([each.num_documents for each in stores])
+        parts, low = list[Part](), 0
+        for group, weight in zip(self._groups, self._weights, strict=True):
+            high = low + sum(next(counts) for _ in group)
+            per = 2 if self.pairs else 1
+            parts.append(Part(low // per, high // per, weight, self._held_of(group)))
+            low = high
+        if config.data.order == "sequential":
+            spans = [(part.first, part.last) if not self.pairs else (2 * part.first, 2 * part.last) for part in parts]
+            units = [units_of_store(store, *span, pairs=self.pairs) for span in spans]
+            count = counted(store.num_documents // (2 if self.pairs else 1), "pair" if self.pairs else "document")
+            self.data = self._sequential(units, pad, f"tokens: {store.num_tokens:,} in {count}")
+        elif self.pairs:
+            kind = SampledPairs if config.objective.sampling else PairData
+            self.data = kind(store, config, 0, pad, parts, self._vocab)
+        else:
+            self.data = DocumentData(store, config, parts, self._vocab)
+
+    def _held_of(self, group: Sequence[AnyTexts]) -> int:
+        held = [texts.num_held for texts in group if isinstance(texts, (PairCorpus, Prepared))]
+        if len(held) > 1 and any(held):
+            raise DataError("one of several sources of pairs has validation files of its own", "name it alone")
+        if any(held) and self._config.data.order == "sequential":
+            raise ConfigError("data.order: sequential holds out a share of its own", 'order = "epochs"')
+        return held[0] if held else 0
+
+    def _sequential(self, units: Sequence[Units], pad: int, what: str) -> SequentialData:
+        sources = list(zip(units, self._weights, strict=True))
+        return SequentialData(sources, self._config, pad, pairs=self.pairs, what=what, vocab=self._vocab)
+
+
+def _is_raw(texts: AnyTexts) -> TypeGuard[Corpus | PairCorpus]:
+    return isinstance(texts, (Corpus, PairCorpus))
+
+
+def _texts_of(texts: AnyTexts) -> Iterator[str]:
+    """What a tokenizer is trained on."""
+    if isinstance(texts, ExampleCorpus):
+        yield from texts.texts()
+    elif not isinstance(texts, Prepared):
+        yield from (piece.text for piece in texts.pieces())
+
+
+def _check_alone(config: RunConfig) -> None:
+    """ConfigError for what only documents and pairs can have."""
+    data, kind = config.data, config.objective.kind
+    if data.sources:
+        raise ConfigError(f"data.sources: objective {kind} reads one corpus", "leave the mixture out")
+    if data.order not in ("epochs", "windows"):
+        raise ConfigError(f"data.order: {data.order} is for next-token and seq2seq", 'order = "epochs"')
+    examples = kind in OF_EXAMPLES
+    if (examples or kind == "spans") and not (data.reset and data.isolate):
+        name = "isolate" if data.reset else "reset"
+        raise ConfigError(f"data.{name}: objective {kind} reads each text by itself", "leave it out")
+    if examples and data.packing not in ("auto", "first-fit"):
+        raise ConfigError(f"data.packing: {data.packing} is for documents and pairs", "whole texts go by first-fit")
+    if examples and data.format != "auto":
+        raise ConfigError(f"data.format: objective {kind} has a form of its own", "leave it out")
+    for key, usual in (("field", "text"), ("source_field", "source"), ("target_field", "target")):
+        if examples and getattr(data, key) != usual:
+            hint = "objective.text_field and objective.label_field" if kind == "classify" else "leave it out"
+            raise ConfigError(f"data.{key}: objective {kind} has no use for it", hint)
+
+
+def _groups(config: RunConfig, named: Named) -> list[tuple[Named, float]]:
+    """What is named, or the sources of the mixture with their weights."""
+    pairs = isinstance(named, PairPaths)
+    given = bool(named.files) if isinstance(named, PairPaths) else bool(named)
+    if not config.data.sources:
+        return [(named, 1.0)]
+    if given:
+        raise UsageError("data.sources names the texts already", "leave out what is named beside the run file")
+    held = named.held if isinstance(named, PairPaths) else ()
+    if held:
+        raise UsageError("validation files are not for a mixture", "each of data.sources holds out a share of its own")
+    groups: list[tuple[Named, float]] = []
+    for source in config.data.sources:
+        paths = [Path(path) for path in source.paths]
+        groups.append((PairPaths(tuple((path,) for path in paths)) if pairs else paths, source.weight))
+    return groups

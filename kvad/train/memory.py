@@ -4,7 +4,10 @@ An estimate of what is held at the same time; what comes and goes beside it (a l
 counted, so that no run is refused that would have fitted.  P parameters; rows of S tokens; T tokens of one micro-batch
 (``--batch`` rows), A micro-batches of an optimizer step; other letters as in ``step.py``, F an MLP's hidden width::
 
-    state        16 P        weights, their gradients and AdamW's two moments, float32
+    state        16 P        weights, their gradients and AdamW's two moments, float32; with Muon 12 P and 4 V E for
+                             AdamW's share, with Adafactor 8 P (12 P with beta1); 4 P more for a moving average of the
+                             weights, 4 P k for the last k.  Beside frozen weights these are 4 P, and the rest (12 L and
+                             the like) L of the parameters being adapters'
     rows         48 T A      tokens, positions, documents, limits, wanted, targets: int64, all micro-batches at once
                              an encoder-decoder's sources 32 T A beside them
     activations  4 T x       what the backward pass of one micro-batch needs, float32; under bf16 0.6 of it, + 2 P for
@@ -12,7 +15,10 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
                                  5 E (4 E where norms come after) + (H + K) D (twice that where it is rotated)
                                  + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate, F with ReLU) + S
                                  + 4 H S where attention makes its scores (softcap, sink logits), H S with a bias
-                             and, where a layer attends to a source, that attention's share and 2 E more
+                             and, where a layer attends to a source, that attention's share and 2 E more;
+                             with dropout of its weights, attention makes its scores, and H S more are the mask.
+                             Recomputed: E for each layer, and x of the largest one alone.  Beside frozen weights 0.7
+                             of it: their inputs are kept only where an adapter reads them
     logits       16 min(T V, max(LOGIT_BUDGET, V))    logits, their log-probabilities and the gradients of both;
                              V: the labels where the head has classes, T: the hidden tokens of objective masked
 
@@ -22,28 +28,50 @@ No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
 
 from __future__ import annotations
 
-from kvad.config import Attention, Classes, Gated, Layer, ModelConfig, Rope, Stack, head_dim
+from kvad.config import Attention, Classes, Gated, Layer, ModelConfig, Rope, Stack, head_dim, table_width
 from kvad.errors import MemoryPlanError, counted
 from kvad.train.config import RunConfig
 
-__all__ = ["require", "training_bytes"]
+__all__ = ["require", "state_bytes", "training_bytes"]
 
 LOGIT_BUDGET = 1 << 22  # objective.py's, which imports torch; a test holds them equal
+FROZEN = 0.7  # adapters beside q and v; of test_memory.py's shapes 0.67 to 0.95, and 0.81 to 1.09 beside all
 HALF = 0.6  # of the activations, where autocast multiplies in bf16: the stream and the norms stay float32
 
 
-def training_bytes(model: ModelConfig, run: RunConfig, parameters: int, batch: int, *, half: bool = False) -> int:
-    """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast."""
+def training_bytes(
+    model: ModelConfig,
+    run: RunConfig,
+    parameters: int,
+    batch: int,
+    *,
+    half: bool = False,
+    learned: int | None = None,
+) -> int:
+    """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast;
+    ``learned``: how many of the parameters are trained (None: all)."""
     tokens = batch * run.data.context
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
-    kept = 4 * tokens * sum(_kept(model, stack, layer, run.data.context) for stack, layer in layers)
+    each = [_kept(model, stack, layer, run.data.context) for stack, layer in layers]
+    kept = 4 * tokens * (model.width * len(each) + max(each) if run.train.recompute else sum(each))
     answers = len(model.head.labels) if isinstance(model.head, Classes) else model.vocab
     asked = int(tokens * run.objective.density) if run.objective.kind == "masked" else tokens
     logits = 16 * min(asked * answers, max(LOGIT_BUDGET, answers))
+    kept = kept if learned is None else int(FROZEN * kept)
     activations = int(HALF * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
-    return 16 * parameters + row * tokens * run.train.accumulate + activations + logits
+    state = state_bytes(model, run, parameters, learned)
+    return state + row * tokens * run.train.accumulate + activations + logits
+
+
+def state_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: int | None = None) -> int:
+    """Bytes of weights, and of gradients, what the optimizer remembers and averages of those that are trained."""
+    optim = run.optim
+    each = {"adamw": 12, "muon": 8, "adafactor": 4 if optim.beta1 is None else 8}[optim.name]
+    each += 4 * (optim.average + (optim.ema > 0))
+    tables = 4 * model.vocab * table_width(model) if optim.name == "muon" and parameters and learned is None else 0
+    return 4 * parameters + each * (parameters if learned is None else learned) + tables
 
 
 def _kept(model: ModelConfig, stack: Stack, layer: Layer, context: int) -> int:
@@ -65,17 +93,27 @@ def _attended(model: ModelConfig, mixer: Attention, context: int) -> int:
         attention += 4 * heads * context
     elif not (mixer.position is None or isinstance(mixer.position, Rope)):
         attention += heads * context
+    if model.dropout.attention:
+        attention += 3 * heads * context
     return attention
 
 
-def require(model: ModelConfig, run: RunConfig, parameters: int, available: int | None, *, half: bool = False) -> None:
+def require(
+    model: ModelConfig,
+    run: RunConfig,
+    parameters: int,
+    available: int | None,
+    *,
+    half: bool = False,
+    learned: int | None = None,
+) -> None:
     """MemoryPlanError when training needs more than ``available``: it names need, have, and what would fit.
 
     ``available`` None (nobody knows) lets everything pass.
     """
 
     def need(batch: int) -> int:
-        return training_bytes(model, run, parameters, batch, half=half)
+        return training_bytes(model, run, parameters, batch, half=half, learned=learned)
 
     batch = run.train.batch
     if available is None or need(batch) <= available:
@@ -85,10 +123,12 @@ def require(model: ModelConfig, run: RunConfig, parameters: int, available: int 
         middle = (low + high) // 2
         low, high = (middle, high) if need(middle) <= available else (low, middle)
     hint = f"what would fit: --batch {low} (more rows to a step: --accumulate)"
+    if not run.train.recompute:
+        hint += "; --set train.recompute=true keeps fewer activations"
+    state = _shown(state_bytes(model, run, parameters, learned))
     raise MemoryPlanError(
         f"training on {counted(batch, 'row')} of {counted(run.data.context, 'token')} at a time needs about "
-        f"{_shown(need(batch))} (weights, gradients and moments {_shown(16 * parameters)}) and {_shown(available)} "
-        "is available",
+        f"{_shown(need(batch))} (weights, gradients and moments {state}) and {_shown(available)} is available",
         hint if low else "not even --batch 1 fits: a smaller --context, --accumulate or model would",
     )
 

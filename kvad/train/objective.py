@@ -60,8 +60,9 @@ class Measured(NamedTuple):
 class Objective(Protocol):
     """By what the loop trains."""
 
-    def backward(self, batch: Batch, total: int) -> float:
-        """Add the gradient of this batch's summed loss / ``total`` targets; returns the summed loss."""
+    def backward(self, batch: Batch, total: float) -> float:
+        """Add the gradient of this batch's summed loss / ``total`` targets (fewer, by the loss scale of fp16); returns
+        the summed loss."""
         ...
 
     def loss_of(self, batches: Iterable[Batch]) -> Measured:
@@ -77,7 +78,7 @@ class NextToken:
         self._model, self._memory, self._autocast = model, Fresh(model.config), autocast
         self._smoothing = smoothing
 
-    def backward(self, batch: Batch, total: int) -> float:
+    def backward(self, batch: Batch, total: float) -> float:
         return backward(self._model, batch, self._memory, total, self._autocast, self._smoothing)
 
     def loss_of(self, batches: Iterable[Batch]) -> Measured:
@@ -85,13 +86,14 @@ class NextToken:
 
 
 class Autocast:
-    """``precision`` as a context: bf16 products and fp32 everything else, or nothing."""
+    """``precision`` as a context: bf16 or fp16 products and fp32 everything else, or nothing."""
 
     def __init__(self, precision: str, device: str) -> None:
-        self._enabled, self._kind = precision == "bf16", torch.device(device).type
+        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self._kind = torch.device(device).type
 
     def __call__(self) -> AbstractContextManager[object]:
-        return torch.autocast(self._kind, dtype=torch.bfloat16) if self._enabled else nullcontext()
+        return nullcontext() if self._dtype is None else torch.autocast(self._kind, dtype=self._dtype)
 
 
 def resolve_precision(precision: str, device: str) -> str:
@@ -109,7 +111,7 @@ def resolve_precision(precision: str, device: str) -> str:
 
 
 def backward(
-    model: Transformer, batch: Batch, memory: Memory, total: int, autocast: Autocast, smoothing: float = 0.0
+    model: Transformer, batch: Batch, memory: Memory, total: float, autocast: Autocast, smoothing: float = 0.0
 ) -> float:
     """Add the gradient of this batch's summed loss / ``total``; returns the summed loss (nats)."""
     with autocast():

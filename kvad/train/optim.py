@@ -1,95 +1,227 @@
-"""AdamW (Loshchilov & Hutter 2019) with decay groups, warmup and cosine, and its state by parameter name.
+"""What makes a step of a gradient: optimizer, schedule, clipping, loss scale and averages, and their state by name.
+
+AdamW (Loshchilov & Hutter 2019), Adafactor (``adafactor.py``), or Muon (Jordan et al. 2024) for the matrices of layers:
+momentum, orthogonalised by 5 steps of Newton-Schulz, with AdamW for everything else (embeddings, head, norms, biases,
+tables of positions, stacked experts).  Muon's updates are scaled to the size of AdamW's, by 0.2 sqrt(max(n, m)) (Liu et
+al. 2025, sec. 2.2), so one learning rate does for both.
 
 What decays: tensors of two or more dimensions, the embedding tables among them, as in nanoGPT (a tied table is the
 head's matrix).  What does not: norms, biases, sink logits, and tables of relative biases, which are positions' logits.
+A parameter that needs no gradient is left alone.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from kvad.errors import CheckpointError
+from kvad.errors import CheckpointError, ConfigError
+from kvad.train.adafactor import Adafactor
+from kvad.train.averaging import Averages
 from kvad.train.config import OptimConfig, TrainConfig
+from kvad.train.scaling import LossScale
+from kvad.train.schedules import Schedule
 
-__all__ = ["Optimization", "decays", "learning_rate"]
+__all__ = ["Optimization", "by_muon", "decays"]
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+Named = list[tuple[str, nn.Parameter]]
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    return parameter.dim() >= 2 and "relative" not in name.split(".")
+    return parameter.dim() >= 2 and "relative" not in name.split(".") and not _of_norm(name)
 
 
-def learning_rate(config: OptimConfig, train: TrainConfig, step: int, elapsed: float) -> float:
-    """Of optimizer step ``step`` (from 0), ``elapsed`` seconds into training.
+def by_muon(name: str, parameter: Tensor) -> bool:
+    """Whether it is a matrix of a layer."""
+    layers = name.startswith(("decoder.layers.", "encoder.layers."))
+    return layers and parameter.dim() == 2 and decays(name, parameter)
 
-    With steps alone this is nanoGPT's schedule: lr (s + 1) / (w + 1) for s < w, then
-    min_lr + (lr - min_lr) (1 + cos(pi r)) / 2 with r = (s - w) / (steps - w).
-    With minutes, r is the elapsed share of the time if that is further.
-    """
-    last = train.last_step
-    share = elapsed / (60 * train.minutes) if train.minutes is not None else 0.0
-    warmup = config.warmup if config.warmup is not None else min(100, math.ceil((last or 1000) / 10))
-    if step < warmup and (config.warmup is not None or share < 0.1):
-        return config.lr * (step + 1) / (warmup + 1)
-    through = (step - warmup) / max(1, last - warmup) if last is not None else 0.0
-    ratio = min(1.0, max(0.0, through, share))
-    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * ratio))
+
+def _of_norm(name: str) -> bool:
+    return any("norm" in part for part in name.split("."))
 
 
 class Optimization:
-    """What makes a step of a gradient: ``begin``, then gradients are added, then ``step``."""
+    """What makes a step of a gradient: ``begin``, then gradients are added, then ``norm`` and ``step``.
 
-    def __init__(self, model: nn.Module, config: OptimConfig, train: TrainConfig) -> None:
-        self._model, self._config, self._train = model, config, train
-        self.optimizer = _make_optimizer(model, config)
-        self._parameters = list(model.parameters())
+    ``width``: the model's, for ``optim.factor``.  ConfigError for what cannot be made for this model.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, train: TrainConfig, width: int | None = None) -> None:
+        self._config = config
+        self.schedule = Schedule(config, train, width)
+        self._named: Named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.optimizers = _make_optimizers(self._named, config)
+        self.scale = LossScale() if train.precision == "fp16" else None
+        self.averages = Averages(self._named, config) if config.ema or config.average else None
 
     def begin(self, step: int, elapsed: float) -> float:
         """Of optimizer step ``step`` (from 0): no gradient yet; its learning rate."""
-        rate = learning_rate(self._config, self._train, step, elapsed)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.zero_grad(set_to_none=True)
+        rate = self.schedule.rate(step, elapsed)
+        for optimizer in self.optimizers:
+            matrices = isinstance(optimizer, torch.optim.Muon) and self._config.matrix_lr is not None
+            for group in optimizer.param_groups:
+                group["lr"] = rate * (self._config.matrix_lr / self.schedule.peak) if matrices else rate  # type: ignore[operator]
+            optimizer.zero_grad(set_to_none=True)
         return rate
 
-    def norm(self) -> float:
-        """Of the gradient; it is at most ``clip`` from then on."""
-        return float(nn.utils.clip_grad_norm_(self._parameters, self._config.clip))
+    def scaled(self, total: int) -> float:
+        """What an objective divides its summed loss by, so that the gradient is as large as the loss scale says."""
+        return total if self.scale is None else total / self.scale.scale
 
-    def step(self) -> None:
-        self.optimizer.step()
+    def norm(self) -> float:
+        """Of the gradient, unscaled; it is at most ``clip`` from then on."""
+        parameters = [parameter for _, parameter in self._named]
+        if self.scale is not None:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.scale.scale)
+        return float(nn.utils.clip_grad_norm_(parameters, self._config.clip))
+
+    def usable(self, norm: float) -> bool:
+        """Whether training can go on from a gradient of this norm: not finite, it may be the loss scale's fault."""
+        return norm < float("inf") or (self.scale is not None and not self.scale.exhausted)
+
+    def step(self, norm: float) -> None:
+        """Nothing is changed by a gradient whose ``norm`` is not finite, but the loss scale."""
+        if self.scale is None or self.scale.settle(norm):
+            for optimizer in self.optimizers:
+                optimizer.step()
+        if self.averages is not None:
+            self.averages.tell()
+
+    def evaluated(self, loss: float) -> None:
+        """Tell the schedule what an evaluation has found."""
+        if self.schedule.plateau is not None:
+            self.schedule.plateau.tell(loss)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it the model's parameters are what is evaluated and saved: an average, where [optim] asks for one."""
+        return nullcontext() if self.averages is None else self.averages.installed()
+
+    # ------------------------------------------------------------ what a checkpoint keeps
 
     def tensors(self) -> dict[str, Tensor]:
-        """``{"exp_avg.NAME": ..., "exp_avg_sq.NAME": ..., "step.NAME": ...}`` of every parameter that has a state."""
+        """``{"exp_avg.NAME": ..., "exp_avg_sq.NAME": ..., "step.NAME": ...}`` and the like, as far as there is a state.
+
+        Beside them ``plateau``, ``loss_scale`` (float64), and what :meth:`Averages.tensors` says.
+        """
         found: dict[str, Tensor] = {}
-        for name, parameter in self._model.named_parameters():
-            for key, value in self.optimizer.state[parameter].items():
-                found[f"{key}.{name}"] = value
-        return found
+        for name, parameter in self._named:
+            for optimizer in self.optimizers:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    found[f"{key}.{name}"] = value
+        if self.schedule.plateau is not None:
+            found["plateau"] = torch.tensor(self.schedule.plateau.state, dtype=torch.float64)
+        if self.scale is not None:
+            found["loss_scale"] = torch.tensor(self.scale.state, dtype=torch.float64)
+        return found if self.averages is None else {**found, **self.averages.tensors()}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """The reverse, into memory of its own.  Raises CheckpointError for a state that does not fit the model."""
-        for name, parameter in self._model.named_parameters():
-            for key in MOMENTS:
-                found = tensors.get(f"{key}.{name}")
-                if found is None or found.shape != parameter.shape:
-                    shape = "missing" if found is None else f"of shape {list(found.shape)}"
-                    raise CheckpointError(f"training state {key}.{name} is {shape}, expected {list(parameter.shape)}")
-            state = {key: tensors[f"{key}.{name}"].to(parameter.device, copy=True) for key in MOMENTS}
-            self.optimizer.state[parameter] = {"step": tensors[f"step.{name}"].clone(), **state}
+        """The reverse, into memory of its own.  Raises CheckpointError for a state that does not fit the model.
+
+        A parameter of which nothing is stored has had no gradient yet.
+        """
+        names = {parameter: name for name, parameter in self._named}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = _state_of(optimizer, names[parameter], parameter, tensors)
+                    if state:
+                        optimizer.state[parameter] = state
+        if self.schedule.plateau is not None:
+            scale, best, bad = _numbers(tensors, "plateau", 3)
+            self.schedule.plateau.state = scale, best, bad
+        if self.scale is not None:
+            size, good = _numbers(tensors, "loss_scale", 2)
+            self.scale.state = size, good
+        if self.averages is not None:
+            self.averages.restore(tensors)
 
 
-def _make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused where torch has it for the parameters' device (CPU and CUDA)."""
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
+def _numbers(tensors: Mapping[str, Tensor], name: str, count: int) -> list[float]:
+    found = tensors.get(name)
+    if found is None or found.shape != (count,):
+        raise CheckpointError(f"training state {name} is missing, or no {count} numbers")
+    return [float(number) for number in found.tolist()]
+
+
+def _state_of(
+    optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """One parameter's, copied; none at all is none yet."""
+    shapes = _shapes(optimizer, parameter)
+    if not any(f"{key}.{name}" in tensors for key in shapes):
+        return {}
+    state = {}
+    for key, shape in shapes.items():
+        found = tensors.get(f"{key}.{name}")
+        if found is None or found.shape != shape:
+            there = "missing" if found is None else f"of shape {list(found.shape)}"
+            raise CheckpointError(f"training state {key}.{name} is {there}, expected {list(shape)}")
+        state[key] = found.clone() if key == "step" else found.to(parameter.device, copy=True)
+    return state
+
+
+def _shapes(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, torch.Size]:
+    """What an optimizer keeps of a parameter."""
+    whole = parameter.shape
+    if isinstance(optimizer, torch.optim.AdamW):
+        return {"exp_avg": whole, "exp_avg_sq": whole, "step": torch.Size()}
+    if isinstance(optimizer, torch.optim.Muon):
+        return {"momentum_buffer": whole}
+    assert isinstance(optimizer, Adafactor)
+    kept = {"square": whole}
+    if parameter.dim() >= 2:
+        kept = {"row": whole[:-1], "column": torch.Size((*whole[:-2], whole[-1]))}
+    first = {"average": whole} if optimizer.defaults["beta1"] is not None else {}
+    return {**kept, **first, "step": torch.Size()}
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+def _make_optimizers(named: Named, config: OptimConfig) -> list[torch.optim.Optimizer]:
+    """Their learning rates are set at each step's beginning."""
+    if config.name == "adafactor":
+        assert config.decay_rate and config.update_clip and config.scale_by_parameter is not None
+        made: torch.optim.Optimizer = Adafactor(
+            _groups(named, config.weight_decay),
+            lr=1.0,
+            beta1=config.beta1,
+            decay_rate=config.decay_rate,
+            update_clip=config.update_clip,
+            scale_by_parameter=config.scale_by_parameter,
+        )
+        return [made]
+    if config.name == "adamw":
+        return [_adamw(named, config)]
+    matrices = [parameter for name, parameter in named if by_muon(name, parameter)]
+    if not matrices:
+        raise ConfigError("optim.name: muon is for matrices of layers, and there is none to train here", "use adamw")
+    assert config.momentum is not None
+    muon = torch.optim.Muon(
+        matrices, weight_decay=config.weight_decay, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
+    )
+    others = [(name, parameter) for name, parameter in named if not by_muon(name, parameter)]
+    return [muon, _adamw(others, config)] if others else [muon]
+
+
+def _groups(named: Named, weight_decay: float) -> list[dict[str, object]]:
+    """What decays, and what does not; a group without parameters is left out."""
+    groups: list[dict[str, object]] = [
+        {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
+
+
+def _adamw(named: Named, config: OptimConfig) -> torch.optim.AdamW:
+    """Fused where torch has it for the parameters' device (CPU and CUDA)."""
+    assert config.beta1 is not None and config.beta2 is not None and config.eps is not None
     fused = all(p.device.type in ("cpu", "cuda") for _, p in named)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(_groups(named, config.weight_decay), betas=betas, eps=config.eps, fused=fused)

@@ -1,40 +1,122 @@
-"""First fit: pairs into rows that hold ``context`` source tokens and ``context`` target tokens.  No torch.
+"""Which pieces share a row: first-fit-decreasing and best-fit, by lengths alone.  No torch.
 
-Each pair goes into the first open row that has room for both of its sides, and opens a new one where none has::
+A piece has a length on each side (one of documents, two of pairs: source and target), none beyond ``context``; a row
+has room for ``context`` tokens on each side.
 
-    context 8     pair  a (3, 4)  b (4, 5)  c (4, 3)  d (5, 2)      (source, target) tokens
-    row 0         a: 3, 4 used    c: 7, 7                           b does not fit: 4 + 5 > 8 targets
-    row 1                   b: 4, 5                                 d does not: 4 + 5 > 8 sources
-    row 2                                     d: 5, 2
+**first-fit** (first-fit-decreasing, Johnson 1973): the longest piece first, into the first row that has room for it::
 
-Only the last :data:`OPEN_ROWS` rows are open, so a corpus of millions is packed in seconds.
+    context 8     lengths 3 5 4 2 6      rows   6 2 | 5 3 | 4         nothing is cut, what is left over is padding
+
+**best-fit**: a row takes the longest piece that still fits, again and again.  Where none does, a document is cropped
+(best-fit-crop, nanochat): the shortest one gives as much as there is room for, and its rest is lost::
+
+    context 8     lengths 3 5 4 2 6      rows   6 2 | 5 3 | 4         (nothing left to crop: the last row is padded)
+    context 8     lengths 7 7 7          rows   7 + 1 of a 7 | 7      six tokens are lost, one place is padding
+
+A pair is never cropped, as a target that ends early would be another text: the longest one first, it goes into the row
+that has the least room for it.
+
+Pieces are packed :data:`POOL` at a time, so that a corpus of millions takes seconds, and a row's documents come from
+anywhere in it where the pieces do.
 """
 
 from __future__ import annotations
+
+from bisect import bisect_right, insort
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from kvad.train.store import Ints
 
-__all__ = ["OPEN_ROWS", "first_fit"]
+__all__ = ["POOL", "Fit", "Packed", "pack", "windows"]
 
-OPEN_ROWS = 256
+POOL = 4096
+Fit = Literal["first-fit", "best-fit"]
 
 
-def first_fit(sources: Ints, targets: Ints, context: int) -> Ints:
-    """The row of each pair, given the tokens of both sides ([n] each), none of which exceeds ``context``."""
-    count = len(sources)
-    assert not count or max(sources.max(), targets.max()) <= context, "what is too long is left out before"
-    room_s, room_t = np.full(count, context), np.full(count, context)
-    rows = np.empty(count, np.int64)
-    low = high = 0  # rows low..high are open
-    for pair, (source, target) in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
-        fits = (room_s[low:high] >= source) & (room_t[low:high] >= target)
-        first = int(fits.argmax()) if high > low else 0
-        if high == low or not fits[first]:
-            low, first, high = max(low, high + 1 - OPEN_ROWS), -1, high + 1
-        row = high - 1 if first < 0 else low + first
-        rows[pair] = row
-        room_s[row] -= source
-        room_t[row] -= target
+class Packed(NamedTuple):
+    """Row r takes ``pieces[first[r] : first[r + 1]]`` in this order, ``lengths`` [n, sides] tokens of each."""
+
+    first: Ints
+    pieces: Ints
+    lengths: Ints
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.first) - 1
+
+
+def pack(lengths: Ints, context: int, fit: Fit, *, crop: bool) -> Packed:
+    """Rows of pieces with ``lengths`` [n, sides].  ``crop``: a piece may lose its end (best-fit of documents)."""
+    assert not lengths.size or int(lengths.max()) <= context, "what is longer is cut, or left out, before"
+    rows: list[list[tuple[int, int]]] = []  # (piece, tokens it may have; -1: all)
+    for low in range(0, len(lengths), POOL):
+        pool = lengths[low : low + POOL]
+        cropped = crop and fit == "best-fit"
+        packed = _best_fit_crop(pool[:, 0], context) if cropped else _fit(pool, context, fit)
+        rows += [[(low + piece, tokens) for piece, tokens in row] for row in packed]
+    flat = [item for row in rows for item in row]
+    first = np.cumsum([0, *map(len, rows)])
+    pieces, kept = (np.array([item[i] for item in flat], np.int64) for i in (0, 1))
+    taken = lengths[pieces] if len(pieces) else np.empty((0, lengths.shape[1]), np.int64)
+    return Packed(first, pieces, np.where(kept[:, None] < 0, taken, kept[:, None]))
+
+
+def windows(lengths: Ints, context: int, offsets: Ints) -> tuple[Ints, Ints, Ints]:
+    """Documents of ``lengths`` [n] as pieces of at most ``context`` tokens: (document, begin, end) of each.
+
+    One that is longer is cut at ``offsets`` [n] (1 .. context) and then every ``context`` tokens::
+
+        context 4, length 10, offset 3:  0..3  3..7  7..10
+    """
+    long = lengths > context
+    first = np.where(long, offsets, lengths)
+    count = 1 + -(-(lengths - first) // context)
+    document = np.repeat(np.arange(len(lengths)), count)
+    number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    begin = np.where(number == 0, 0, first[document] + (number - 1) * context)
+    end = np.minimum(first[document] + number * context, lengths[document])
+    return document, begin, end
+
+
+def _decreasing(lengths: Ints) -> Ints:
+    """The pieces, those with the longest side first; of equals the earlier one."""
+    by: Ints = np.argsort(-lengths.max(axis=1), kind="stable")
+    return by
+
+
+def _fit(lengths: Ints, context: int, fit: Fit) -> list[list[tuple[int, int]]]:
+    """The longest piece first: into the first row that has room, or the one that has the least."""
+    room = np.full((lengths.shape[1], len(lengths)), context)
+    rows: list[list[tuple[int, int]]] = []
+    for piece in _decreasing(lengths).tolist():
+        opened = room[:, : len(rows)]
+        fits = opened[0] >= lengths[piece, 0]
+        for side in range(1, len(opened)):
+            fits &= opened[side] >= lengths[piece, side]
+        row = int(fits.argmax()) if fit == "first-fit" and rows else 0
+        if fit == "best-fit" and rows:
+            row = int(np.where(fits, opened.sum(axis=0), len(opened) * context + 1).argmin())
+        if not rows or not fits[row]:
+            row = len(rows)
+            rows.append([])
+        rows[row].append((piece, -1))
+        room[:, row] -= lengths[piece]
+    return rows
+
+
+def _best_fit_crop(lengths: Ints, context: int) -> list[list[tuple[int, int]]]:
+    left: list[tuple[int, int]] = []  # (length, -piece): of equals, the earlier piece is taken first
+    for piece, length in enumerate(lengths.tolist()):
+        insort(left, (length, -piece))
+    rows: list[list[tuple[int, int]]] = []
+    while left:
+        room, row = context, list[tuple[int, int]]()
+        while room and left:
+            at = bisect_right(left, (room, 1)) - 1
+            length, piece = left.pop(max(at, 0))
+            row.append((-piece, -1 if at >= 0 else room))
+            room -= min(length, room)
+        rows.append(row)
     return rows

@@ -8,7 +8,7 @@ the encoder, nor the decoder, nor its attention to the source sees another pair,
     document   0  0   0  1   1 -1                   0  0  0   1  1 -1
 
 What is left over is padding: document -1, which nobody else sees and whose logits nobody wants.  A micro-batch is as
-wide as its fullest row.
+wide as its fullest row.  ``data.packing`` is first-fit or best-fit (``packing.py``): a pair is never cut.
 
 **Order.**  Pairs are packed once, in an order that the seed decides; every epoch takes the rows in an order of its own.
 So there are as many rows in every epoch, and which of them a step takes is a function of (seed, step).
@@ -16,44 +16,50 @@ So there are as many rows in every epoch, and which of them a step takes is a fu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvad.errors import ConfigError, DataError, counted
-from kvad.step import Lane, Step
-from kvad.train.config import RunConfig
-from kvad.train.data import Batch, Epochs, generator
-from kvad.train.packing import first_fit
+from kvad.train.config import DataConfig, RunConfig
+from kvad.train.data import Part, shape_of
+from kvad.train.mixture import Mixed, part_seed
+from kvad.train.packing import Fit, pack
+from kvad.train.rows import Batch, Epochs, Row, RowSource, Segment, Shape, Use, collate, generator
 from kvad.train.store import Ints, TokenStore
 
-__all__ = ["PairData", "PairRows"]
-
-PADDING = -1  # the document of what is left over
+__all__ = ["PairData", "PairRows", "fit_of"]
 
 
-class _Side(NamedTuple):
-    """Of one side of a micro-batch: flat [rows * width] tensors."""
-
-    tokens: Tensor
-    positions: Tensor
-    documents: Tensor
-    width: int
+def fit_of(data: DataConfig) -> Fit:
+    """How pairs are packed.  ConfigError for a way that would cut them."""
+    if data.packing == "split":
+        raise ConfigError("data.packing: split cuts documents where a row ends, and a pair is never cut", "first-fit")
+    return "first-fit" if data.packing == "auto" else data.packing
 
 
 class PairRows:
     """Pairs of a store, packed into rows of ``context`` and ``context`` tokens; ``pad`` fills what is left over."""
 
-    def __init__(self, store: TokenStore, pairs: Ints, context: int, pad: int) -> None:
-        self._store, self._context, self._pad = store, context, pad
+    def __init__(
+        self,
+        store: TokenStore,
+        pairs: Ints,
+        context: int,
+        pad: int,
+        *,
+        fit: Fit = "first-fit",
+        shape: Shape | None = None,
+    ) -> None:
+        self._store, self._context = store, context
+        self._shape = Shape(context, pad) if shape is None else shape
         begin, middle, end = (store.offsets[2 * pairs + i] for i in (0, 1, 2))
-        rows = first_fit(middle - begin, end - middle - 1, context)
-        self._pairs = pairs[np.argsort(rows, kind="stable")]
-        self._first: Ints = np.concatenate(([0], np.cumsum(np.bincount(rows))))
-        self.num_sources, self.num_targets = int((middle - begin).sum()), int((end - middle - 1).sum())
+        sizes = np.stack((middle - begin, end - middle - 1), axis=1)
+        packed = pack(sizes, context, fit, crop=False)
+        self._pairs, self._first = pairs[packed.pieces], packed.first
+        self.num_sources, self.num_targets = (int(side.sum()) for side in sizes.T)
 
     def __len__(self) -> int:
         return len(self._first) - 1
@@ -64,48 +70,31 @@ class PairRows:
         places = len(self) * self._context
         return self.num_sources / places, self.num_targets / places
 
-    def batch(self, rows: Ints, device: torch.device | str = "cpu") -> Batch:
+    def batch(self, rows: Ints, device: torch.device | str | None = None) -> Batch:
         """The given rows as one Step."""
-        pairs = np.concatenate([self._pairs[self._first[row] : self._first[row + 1]] for row in rows])
-        sizes = self._first[rows + 1] - self._first[rows]
-        row_of = np.repeat(np.arange(len(rows)), sizes)
-        number = np.arange(len(pairs)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        begin, middle, end = (self._store.offsets[2 * pairs + i] for i in (0, 1, 2))
-        source, _, _ = self._side(row_of, number, begin, middle - begin, len(rows))
-        target, wanted, at = self._side(row_of, number, middle, end - middle - 1, len(rows))
-        step = self._step(source, target, wanted, len(rows), device)
-        return Batch(step, torch.from_numpy(self._store.take(at + 1)).to(device))
+        shape = self._shape if device is None else replace(self._shape, device=device)
+        return collate(self.segments(rows), shape)
 
-    def _step(self, source: _Side, target: _Side, wanted: Ints, rows: int, device: torch.device | str) -> Step:
-        def step(side: _Side, wanted: Tensor) -> Step:
-            return Step(
-                tokens=side.tokens.to(device),
-                positions=side.positions.to(device),
-                lanes=(Lane(rows, side.width, side.width),),
-                wanted=wanted.to(device),
-                documents=side.documents.to(device),
-                limits=torch.full_like(side.tokens, self._context).to(device),
-            )
+    def segments(self, rows: Ints) -> list[Row]:
+        """The pairs of the given rows."""
+        return [[self._segment(int(pair)) for pair in self._pairs[self._first[r] : self._first[r + 1]]] for r in rows]
 
-        nothing = torch.empty(0, dtype=torch.int64)
-        return step(target, torch.from_numpy(wanted))._replace(source=step(source, nothing))
+    def _segment(self, pair: int) -> Segment:
+        begin, middle, end = self._store.offsets[2 * pair : 2 * pair + 3].tolist()
+        both = self._store.take(np.arange(begin, end))
+        target = both[middle - begin :]
+        return Segment(target[:-1], target[1:], both[: middle - begin])
 
-    def _side(self, row_of: Ints, number: Ints, begin: Ints, length: Ints, rows: int) -> tuple[_Side, Ints, Ints]:
-        """The tokens ``begin .. begin + length`` of each pair, side by side in its row; beside it, the flat places that
-        were taken, and where in the store the token of each stands."""
-        before = np.cumsum(length) - length  # in all rows
-        row_begins = np.zeros(rows, np.int64)
-        row_begins[row_of[number == 0]] = before[number == 0]
-        width = int(np.bincount(row_of, length, rows).max())
-        owner = np.repeat(np.arange(len(length)), length)
-        position = np.arange(int(length.sum())) - before[owner]
-        places = row_of[owner] * width + (before - row_begins[row_of])[owner] + position
-        tokens = np.full(rows * width, self._pad)
-        positions, documents = np.zeros(rows * width, np.int64), np.full(rows * width, PADDING)
-        at = begin[owner] + position
-        tokens[places], positions[places], documents[places] = self._store.take(at), position, number[owner]
-        tensors = [torch.from_numpy(values) for values in (tokens, positions, documents)]
-        return _Side(tensors[0], tensors[1], tensors[2], width), places, at
+
+class _Epochs:
+    """The rows of one source, every one once per epoch."""
+
+    def __init__(self, pairs: PairRows, num_rows: int, seed: int) -> None:
+        self._pairs, count = pairs, len(pairs)
+        self._epochs = Epochs(count, num_rows, lambda epoch: generator(seed, 1 + epoch).permutation(count))
+
+    def rows(self, numbers: Ints) -> list[Row]:
+        return self._pairs.segments(self._epochs.at(numbers)[1])
 
 
 class PairData:
@@ -115,15 +104,47 @@ class PairData:
     ConfigError for a configuration that documents alone can have.
     """
 
-    def __init__(self, store: TokenStore, config: RunConfig, held: int, pad: int) -> None:
+    def __init__(
+        self,
+        store: TokenStore,
+        config: RunConfig,
+        held: int,
+        pad: int,
+        parts: Sequence[Part] = (),
+        vocab: int | None = None,
+    ) -> None:
+        """``parts``: the sources of a mixture, in pairs of the store; ``vocab``: what no token id may reach."""
         data, train = config.data, config.train
         if data.order != "epochs":
             raise ConfigError(f"data.order: {data.order} is for documents", "pairs are taken in epochs")
-        self._train = train
-        count = store.num_documents // 2
-        cut = count - (held or max(1, int(count * data.validation)))
-        fits = self._fitting(store, data.context)
-        shuffled = generator(train.seed, 0).permutation(cut)
+        self._train, self._store, self._context = train, store, data.context
+        self.shape, fit, num_rows = shape_of(config, pad, vocab), fit_of(data), train.batch * train.accumulate
+        self._fits = self._fitting(store, data.context)
+        parts = parts or [Part(0, store.num_documents // 2, held=held)]
+        seeds = [train.seed if len(parts) == 1 else part_seed(train.seed, number) for number in range(len(parts))]
+        chosen = [self._choose(part, data, seed) for part, seed in zip(parts, seeds, strict=True)]
+
+        def packed(pairs: Ints) -> PairRows:
+            return PairRows(store, pairs, data.context, pad, fit=fit, shape=self.shape)
+
+        self._held = np.concatenate([found["validation"] for found in chosen])
+        self.sources = [packed(found["training"]) for found in chosen]
+        self.training, self.validation = self.sources[0], packed(self._held)
+        orders = [_Epochs(rows, num_rows, seed) for rows, seed in zip(self.sources, seeds, strict=True)]
+        weights = [part.weight for part in parts]
+        self._rows: RowSource = orders[0] if len(parts) == 1 else Mixed(orders, weights, train.seed)
+        shares = np.array(weights) / sum(weights) if len(parts) > 1 else np.ones(1)
+        targets = np.array([rows.num_targets / len(rows) for rows in self.sources])
+        self.train_tokens = sum(rows.num_targets for rows in self.sources)
+        self.validation_tokens = self.validation.num_targets
+        self.tokens_per_step = round(num_rows * float(shares @ targets))
+
+    def _choose(self, part: Part, data: DataConfig, seed: int) -> dict[str, Ints]:
+        """The pairs of one source that are trained on, in the order they are packed, and those held out."""
+        count = part.last - part.first
+        cut = count - (part.held or max(1, int(count * data.validation)))
+        fits = self._fits[part.first : part.last]
+        shuffled = generator(seed, 0).permutation(cut)
         chosen = {"training": shuffled[fits[shuffled]], "validation": cut + np.flatnonzero(fits[cut:])}
         for name, pairs in chosen.items():
             if not len(pairs):
@@ -132,15 +153,7 @@ class PairData:
                     f"which none fits a context of {data.context}",
                     "use more pairs or a larger --context",
                 )
-        self.training, self.validation = (PairRows(store, p, data.context, pad) for p in chosen.values())
-        self._held = chosen["validation"]
-        self._store, self._context = store, data.context
-        rows = train.batch * train.accumulate
-        self._epochs = Epochs(
-            len(self.training), rows, lambda epoch: generator(train.seed, 1 + epoch).permutation(len(self.training))
-        )
-        self.train_tokens, self.validation_tokens = self.training.num_targets, self.validation.num_targets
-        self.tokens_per_step = round(rows * self.train_tokens / len(self.training))
+        return {name: part.first + pairs for name, pairs in chosen.items()}
 
     def _fitting(self, store: TokenStore, context: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         lengths = np.diff(store.offsets)
@@ -150,8 +163,13 @@ class PairData:
         return fits
 
     def micro_batches(self, step: int) -> list[Batch]:
-        rows = self._epochs.rows(step).reshape(self._train.accumulate, self._train.batch)
-        return [self.training.batch(some, self._train.device) for some in rows]
+        train = self._train
+        rows = self.rows(np.arange(train.batch * train.accumulate) + step * train.batch * train.accumulate)
+        return [collate(rows[low : low + train.batch], self.shape) for low in range(0, len(rows), train.batch)]
+
+    def rows(self, numbers: Ints) -> list[Row]:
+        """Rows by number, as segments (``rows.py``)."""
+        return self._rows.rows(numbers)
 
     def evaluation(self) -> Iterator[Batch]:
         """All rows, or as many, evenly spread, as have ``eval_tokens`` targets."""
@@ -161,7 +179,7 @@ class PairData:
             chosen = max(1, count * tokens // self.validation_tokens)
             rows = np.arange(chosen) * count // chosen
         for low in range(0, len(rows), self._train.batch):
-            yield self.validation.batch(rows[low : low + self._train.batch], self._train.device)
+            yield self.validation.batch(rows[low : low + self._train.batch])
 
     def examples(self, count: int) -> list[tuple[list[int], list[int]]]:
         """The first held-out pairs as ids: a source as the encoder reads it, a target as it stands in the store."""
@@ -172,16 +190,26 @@ class PairData:
             found.append((source, target))
         return found
 
+    def use(self) -> Use:
+        """Of both sides of all training rows."""
+        rows = sum(map(len, self.sources))
+        taken = sum(source.num_sources + source.num_targets for source in self.sources)
+        return Use(rows, 2 * rows * self._context, taken)
+
     def told(self) -> list[str]:
-        store, (sources, targets) = self._store, self.training.utilisation
+        store, rows = self._store, sum(map(len, self.sources))
+        places = rows * self._context
         lines = [f"tokens: {store.num_tokens:,} in {counted(store.num_documents // 2, 'pair')}"]
         if self._left_out:
             lines.append(
                 f"left out: {counted(self._left_out, 'pair')} longer than the context of {self._context} "
                 f"(the longest has a side of {counted(self._longest, 'token')})"
             )
+        sources, targets = (
+            sum(getattr(each, name) for each in self.sources) / places for name in ("num_sources", "num_targets")
+        )
         lines.append(
-            f"packed: {counted(len(self.training), 'row')} of {self._context} + {self._context} tokens, "
+            f"packed: {counted(rows, 'row')} of {self._context} + {self._context} tokens, "
             f"{sources:.1%} of the sources' places and {targets:.1%} of the targets' taken"
         )
         return lines

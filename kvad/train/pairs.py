@@ -1,7 +1,8 @@
 """Pairs of texts, source and target, from files of lines: what an encoder-decoder is trained on.
 
-Two forms, both UTF-8, one pair per line: a TSV file (``source<TAB>target``, exactly one tab), or two parallel files
-whose line n belong together.  A pair with an empty side is left out and counted; lines that cannot be pairs are refused
+Three forms, UTF-8, one pair per line: a TSV file (``source<TAB>target``, exactly one tab), a file of JSON lines (two
+fields of each object), or two parallel files whose line n belong together; compressed ones are read through
+(``readers.py``).  A pair with an empty side is left out and counted; lines that cannot be pairs are refused
 by number.  As tokens, side by side in a store::
 
     pair i    source  x1 .. xm EOS      tokens[offsets[2 i] : offsets[2 i + 1]]
@@ -23,6 +24,7 @@ from kvad.checkpoint.generation import Generation
 from kvad.errors import DataError, counted
 from kvad.text.base import Tokenizer
 from kvad.train.corpus import PROBE_BYTES, Framer, Source
+from kvad.train.readers import Piece, format_of, lines_of, objects_of, opened
 
 __all__ = ["ROLES", "PairCorpus", "PairPaths", "generation_of", "lines_of", "look", "open_pairs"]
 
@@ -56,7 +58,8 @@ class PairPaths:
 class PairCorpus:
     """Pairs that have been looked at: ``num_pairs`` in all, the last ``num_held`` of them from files held out.
 
-    ``skipped``: pairs with an empty side, which are none of them.
+    ``skipped``: pairs with an empty side, which are none of them.  ``said``: how sources and targets begin and end for
+    the model that reads them; None: as :func:`generation_of` has it.
     """
 
     files: tuple[tuple[Source, ...], ...]
@@ -64,6 +67,8 @@ class PairCorpus:
     num_held: int
     skipped: int
     errors: str
+    fields: tuple[str, str] = ("source", "target")
+    said: Generation | None = None
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -72,17 +77,26 @@ class PairCorpus:
     def texts(self) -> Iterator[str]:
         """Source, target, source, target, ...; may be called again.  Raises DataError naming file and line."""
         for item in self.files:
-            for pair in _pairs([source.path for source in item], self.errors):
+            for pair in _pairs([source.path for source in item], self.errors, self.fields):
                 if not _has_empty_side(pair):
                     yield from pair
 
+    def pieces(self) -> Iterator[Piece]:
+        """The same, as a store takes them: a side is never cut."""
+        return map(Piece, self.texts())
+
     def settings(self) -> dict[str, Any]:
         """What decides the texts, and how they are framed."""
-        pairs = {"files": [len(item) for item in self.files], "held": self.num_held}
-        return {"errors": self.errors, "sources": [source.entry() for source in self.sources], "pairs": pairs}
+        pairs: dict[str, Any] = {"files": [len(item) for item in self.files], "held": self.num_held}
+        if any(len(item) == 1 and format_of(item[0].path, "auto") == "jsonl" for item in self.files):
+            pairs["fields"] = list(self.fields)
+        framed = {} if self.said is None else {"framed": [self.said.start, self.said.source_end, *self.said.stops]}
+        return {"errors": self.errors, "sources": [source.entry() for source in self.sources], "pairs": pairs, **framed}
 
     def framer(self, tokenizer: Tokenizer) -> Framer:
-        """Raises DataError for a tokenizer without BOS or EOS."""
+        """Raises DataError for a tokenizer without BOS or EOS, where the model does not say what they are."""
+        if self.said is not None:
+            return _framer(tokenizer, self.said)
         said = generation_of(tokenizer)
         bos, eos = said.start, said.stops[0]
         assert bos is not None
@@ -99,6 +113,23 @@ class PairCorpus:
         skipped = f"; {counted(self.skipped, 'pair')} with an empty side left out" if self.skipped else ""
         files = counted(len(self.sources), "file")
         return f"corpus: {counted(self.num_pairs, 'pair')} in {files}, {num_bytes / 1e6:,.1f} MB{held}{skipped}"
+
+
+def _framer(tokenizer: Tokenizer, said: Generation) -> Framer:
+    """As a model was trained that says so.
+
+    A target is what its tokenizer makes of the text, behind the token that opens it (shifted right, as transformers
+    does), and ends with one that ends it."""
+    assert said.start is not None and said.stops
+    start, stops, source = said.start, said.stops, tokenizer.source or tokenizer
+
+    def frame(number: int, ids: list[int]) -> list[int]:
+        if number % 2 == 0:
+            return said.ended(source.frame(ids))
+        framed = [start, *tokenizer.frame(ids)]
+        return framed if framed[-1] in stops else [*framed, stops[0]]
+
+    return frame
 
 
 def generation_of(tokenizer: Tokenizer) -> Generation:
@@ -127,8 +158,10 @@ def generation_of(tokenizer: Tokenizer) -> Generation:
 # ---------------------------------------------------------------- files
 
 
-def open_pairs(paths: PairPaths, errors: str = "strict") -> PairCorpus:
-    """Read every line once, hash the files and count the pairs.
+def open_pairs(
+    paths: PairPaths, errors: str = "strict", fields: tuple[str, str] = ("source", "target"), *, hashed: bool = True
+) -> PairCorpus:
+    """Read every line once, hash the files and count the pairs (``hashed`` False: none of it, for a stream).
 
     Raises DataError for a file that is missing, binary or not UTF-8, for a line without exactly one tab, for parallel
     files of unequal length, and for a corpus without pairs.
@@ -138,38 +171,36 @@ def open_pairs(paths: PairPaths, errors: str = "strict") -> PairCorpus:
     files, counts, skipped = [], [0, 0], 0
     for held, items in enumerate((paths.files, paths.held)):
         for item in items:
-            files.append(tuple(look(path) for path in item))
-            for pair in _pairs(item, errors):
+            files.append(tuple(look(path, hashed) for path in item))
+            for pair in _pairs(item, errors, fields) if hashed else ():
                 empty = _has_empty_side(pair)
                 skipped += empty
                 counts[held] += not empty
+    if not hashed:
+        return PairCorpus(tuple(files), 0, 0, 0, errors, fields)
     if not counts[0] or (paths.held and not counts[1]):
         names = ", ".join(str(path) for item in (paths.held if counts[0] else paths.files) for path in item)
         raise DataError(f"no pairs in {names}", f"{counted(skipped, 'pair')} with an empty side" if skipped else "")
-    return PairCorpus(tuple(files), sum(counts), counts[1], skipped, errors)
+    return PairCorpus(tuple(files), sum(counts), counts[1], skipped, errors, fields)
 
 
-def look(path: Path) -> Source:
+def look(path: Path, hashed: bool = True) -> Source:
     """Its size and hash; a file's name is its folder's and its own, as both sides may be called alike."""
     if path.is_dir():
         raise DataError(f"{path} is a folder, and pairs come from files", "name TSV files, or --pairs SOURCE TARGET")
-    digest, num_bytes = hashlib.sha256(), 0
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                if not num_bytes and b"\0" in block[:PROBE_BYTES]:
-                    raise DataError(f"{path} is binary (a zero byte at offset {block.index(0)}), not text")
-                digest.update(block)
-                num_bytes += len(block)
-    except FileNotFoundError:
-        raise DataError(f"no such file: {path}") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
-    return Source(path, f"{path.resolve().parent.name}/{path.name}", num_bytes, digest.hexdigest())
+    with opened(path) as file:
+        if b"\0" in (first := file.read(PROBE_BYTES)):
+            raise DataError(f"{path} is binary (a zero byte at offset {first.index(0)}), not text")
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest() if hashed else ""
+    return Source(path, f"{path.resolve().parent.name}/{path.name}", path.stat().st_size, digest)
 
 
-def _pairs(item: Sequence[Path], errors: str) -> Iterator[tuple[str, str]]:
+def _pairs(item: Sequence[Path], errors: str, fields: tuple[str, str]) -> Iterator[tuple[str, str]]:
     """Every line's pair, those with an empty side too."""
+    if len(item) == 1 and format_of(item[0], "auto") == "jsonl":
+        yield from ((source, target) for source, target in objects_of(item[0], errors, *fields))
+        return
     if len(item) == 1:
         for number, line in enumerate(lines_of(item[0], errors), 1):
             source, *targets = line.split("\t")
@@ -182,30 +213,16 @@ def _pairs(item: Sequence[Path], errors: str) -> Iterator[tuple[str, str]]:
             yield source, targets[0]
         return
     both = zip_longest(*(lines_of(path, errors) for path in item))
-    for number, (first, second) in enumerate(both, 1):
-        if first is None or second is None:
+    for number, (first_line, second_line) in enumerate(both, 1):
+        if first_line is None or second_line is None:
             longer = number + sum(1 for _ in both)
-            counts = (number - 1, longer) if first is None else (longer, number - 1)
+            counts = (number - 1, longer) if first_line is None else (longer, number - 1)
             said = ", ".join(f"{path} has {counted(count, 'line')}" for path, count in zip(item, counts, strict=True))
-            raise DataError(f"parallel files of unequal length: {said}", "line n of one belongs to line n of the other")
-        yield first, second
-
-
-def lines_of(path: Path, errors: str) -> Iterator[str]:
-    """Lines without their ends and without the byte order mark; only a newline ends a line."""
-    offset = 0
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            try:
-                line = raw.decode("utf-8", errors)
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}, is not UTF-8: byte 0x{raw[error.start]:02X} at offset "
-                    f"{offset + error.start}",
-                    "--errors replace puts U+FFFD in its place",
-                ) from None
-            offset += len(raw)
-            yield line.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff" if number == 1 else "")
+            raise DataError(
+                f"parallel files of unequal length: {said}; line {number:,} of the longer one has no other side",
+                "line n of one belongs to line n of the other",
+            )
+        yield first_line, second_line
 
 
 def _has_empty_side(pair: tuple[str, str]) -> bool:

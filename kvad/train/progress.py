@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvad.errors import counted
-from kvad.train.reports import Callback, EvalReport, Outcome, SamplesReport, StartReport, StepReport
+from kvad.train.reports import Callback, EvalReport, MeasuredReport, Outcome, SamplesReport, StartReport, StepReport
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +61,11 @@ class PlainProgress(Callback):
         """Each source, what stands beside it, and what the model says."""
         for sample in report.samples:
             for mark, text in (("<", sample.source), ("=", sample.target), (">", sample.text)):
-                self._print(f"  {mark} {' '.join(text.split())}")
+                if text or mark != "=":  # a text that goes on has nothing beside it
+                    self._print(f"  {mark} {' '.join(text.split())}")
+
+    def on_measured(self, report: MeasuredReport) -> None:
+        self._print(f"  {report.words}")
 
     def on_end(self, outcome: Outcome) -> None:
         self._print(f"saved: {outcome.checkpoint}")

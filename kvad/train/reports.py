@@ -5,11 +5,19 @@ A listener is handed in; the loop knows nothing of terminals, files or figures. 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-__all__ = ["Callback", "EvalReport", "Outcome", "Sample", "SamplesReport", "StartReport", "StepReport"]
+if TYPE_CHECKING:
+    from kvad.checkpoint.generation import Generation
+    from kvad.model.transformer import Transformer
+    from kvad.text.base import Tokenizer
+    from kvad.train.data import TrainingData
+
+__all__ = ["Callback", "EvalReport", "MeasuredReport", "Outcome", "Sample", "SamplesReport", "StartReport"]
+__all__ += ["StepReport", "Subject"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,31 @@ class SamplesReport:
 
 
 @dataclass(frozen=True)
+class MeasuredReport:
+    """What a listener found out about the model at ``step``: ``what`` it measured, numbers by name, and the same in
+    ``words``."""
+
+    step: int
+    what: str
+    values: Mapping[str, float | str]
+    words: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a listener needs that runs the model itself.  It must change nothing of it: no weight, no random number.
+
+    ``tell`` hands what it found to every listener, by its method's name (``on_measured``, ``on_samples``).
+    """
+
+    model: Transformer
+    tokenizer: Tokenizer
+    generation: Generation
+    data: TrainingData
+    tell: Callable[[str, object], None]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """``reason``: the run is done, or Ctrl-C ended it early; either way ``checkpoint`` holds its last step."""
 
@@ -95,6 +128,9 @@ class Callback:
     def on_stage(self, text: str) -> None:
         """Before training: one line about what is being prepared."""
 
+    def on_model(self, subject: Subject) -> None:
+        """Before ``on_start``: what is trained."""
+
     def on_start(self, report: StartReport) -> None: ...
 
     def on_step(self, report: StepReport) -> None: ...
@@ -102,6 +138,8 @@ class Callback:
     def on_eval(self, report: EvalReport) -> None: ...
 
     def on_samples(self, report: SamplesReport) -> None: ...
+
+    def on_measured(self, report: MeasuredReport) -> None: ...
 
     def on_save(self, path: Path, step: int) -> None: ...
 

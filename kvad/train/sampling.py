@@ -18,6 +18,7 @@ Places are drawn by (seed, step, row in the step).  The token that opens a targe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from kvad.errors import ConfigError
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.train.config import ObjectiveConfig, RunConfig
-from kvad.train.data import Batch
+from kvad.train.data import Batch, Part
 from kvad.train.masking import TRAINING, draws
 from kvad.train.objective import Autocast, NextToken, slices
 from kvad.train.pair_data import PairData
@@ -51,8 +52,19 @@ def share_of(options: ObjectiveConfig, steps: int, step: int) -> float:
 class SampledPairs(PairData):
     """Pairs of which some places of the decoder are drawn.  ConfigError where nobody says over how many steps."""
 
-    def __init__(self, store: TokenStore, config: RunConfig, held: int, pad: int) -> None:
-        super().__init__(store, config, held, pad)
+    def __init__(
+        self,
+        store: TokenStore,
+        config: RunConfig,
+        held: int,
+        pad: int,
+        parts: Sequence[Part] = (),
+        vocab: int | None = None,
+    ) -> None:
+        super().__init__(store, config, held, pad, parts, vocab)
+        if not (config.data.reset and config.data.isolate):
+            name = "isolate" if config.data.reset else "reset"
+            raise ConfigError(f"data.{name}: sampling must know where each target of a row begins", "leave it out")
         self._options, self._seed = config.objective, config.train.seed
         steps = config.objective.sampling_steps or config.train.last_step
         if steps is None:
@@ -70,8 +82,9 @@ class SampledPairs(PairData):
             random = np.stack([draws(self._seed, TRAINING, number + row).random(lane.new) for row in range(lane.rows)])
             number += lane.rows
             chosen = torch.from_numpy(random.reshape(-1) < share).to(batch.step.tokens.device)
-            assert batch.step.documents is not None, "pairs are documents"
-            inside = (batch.step.positions > 0) & (batch.step.documents >= 0)
+            inside = batch.step.positions > 0
+            if batch.step.documents is not None:  # else every row is one pair, without padding
+                inside &= batch.step.documents >= 0
             drawn.append(batch._replace(mixed=(chosen & inside).nonzero().view(-1)))
         return drawn
 
@@ -83,7 +96,7 @@ class Sampling(NextToken):
         super().__init__(model, autocast, smoothing)
         self._first = _FirstPass(model, model.config, autocast)
 
-    def backward(self, batch: Batch, total: int) -> float:
+    def backward(self, batch: Batch, total: float) -> float:
         return super().backward(self._first.mixed(batch), total)
 
 

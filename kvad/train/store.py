@@ -7,8 +7,9 @@ separator**; of pairs (``pairs.py``), each source and then its target::
     0            1 2 3 4            5 6 7            8          offsets = 0, 4, 7, 12
 
 A store is a folder: ``tokens-00000.bin`` and the like (uint16, or uint32 for a vocabulary that needs it;
-little-endian), ``offsets.bin`` (uint64 [documents + 1]) and ``manifest.json`` (counts, the tokenizer's fingerprint, the
-sources with their hashes).  It appears whole or not at all, and is used again as long as sources, tokenizer and
+little-endian), ``offsets.bin`` (uint64 [documents + 1]) and ``manifest.json`` (counts, the hashes of these files, the
+largest token id, the tokenizer's fingerprint, the sources with their hashes; ``cuts``: where a document that was read
+in pieces goes on).  It appears whole or not at all, and is used again as long as sources, tokenizer and
 settings are the same.  A corpus may say more of every token than its id (``columns.py``).  Invariant: text d is
 ``tokens[offsets[d] : offsets[d + 1]]``; of documents, its first token is the separator.  No torch.
 """
@@ -17,9 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,14 +31,30 @@ from kvad.checkpoint.atomic import new_folder
 from kvad.text.base import Tokenizer
 from kvad.train.columns import Columned, ColumnFiles, column_files, write_columns
 from kvad.train.corpus import Framer, Source
+from kvad.train.readers import Piece
 
-__all__ = ["Texts", "TokenStore", "changed_sources", "open_store", "store_key"]
+__all__ = [
+    "MANIFEST",
+    "OFFSETS",
+    "Encoded",
+    "Progress",
+    "Texts",
+    "TokenStore",
+    "changed_sources",
+    "damaged_files",
+    "encoded",
+    "fill_store",
+    "joined_key",
+    "open_store",
+    "store_key",
+]
 
 MANIFEST, OFFSETS = "manifest.json", "offsets.bin"
 SHARD_TOKENS = 1 << 27
 BATCH_CHARS = 1 << 22  # documents encoded together
 
 Ints = npt.NDArray[np.int64]
+Progress = Callable[[int, int], None]  # (characters read, tokens written)
 
 
 class Texts(Protocol):
@@ -44,11 +63,20 @@ class Texts(Protocol):
     @property
     def sources(self) -> tuple[Source, ...]: ...
 
-    def texts(self) -> Iterator[str]: ...
+    def pieces(self) -> Iterator[Piece]: ...
 
     def settings(self) -> dict[str, Any]: ...
 
     def framer(self, tokenizer: Tokenizer) -> Framer: ...
+
+
+class Encoded(NamedTuple):
+    """A piece of a text as tokens, framed; ``number``: of the text, from 0."""
+
+    number: int
+    ids: list[int]
+    opens: bool
+    closes: bool
 
 
 class TokenStore:
@@ -61,6 +89,24 @@ class TokenStore:
         self._columns = ColumnFiles(folder, manifest)
         self._starts = np.cumsum([0, *(len(shard) for shard in self._shards)])
         self.offsets: Ints = np.fromfile(folder / OFFSETS, "<u8").astype(np.int64)
+        self.cuts: Ints = np.array(manifest.get("cuts", []), np.int64)
+
+    @staticmethod
+    def joined(stores: Sequence[TokenStore]) -> TokenStore:
+        """Several as one, one behind the other, without copying a token."""
+        if len(stores) == 1:
+            return stores[0]
+        made = TokenStore.__new__(TokenStore)
+        keys = [store.fingerprint for store in stores]
+        made.fingerprint = joined_key(keys)
+        made.manifest = {"key": made.fingerprint, "joined": keys}
+        made._shards = [shard for store in stores for shard in store._shards]
+        made._starts = np.cumsum([0, *(len(shard) for shard in made._shards)])
+        before = np.cumsum([0, *(store.num_tokens for store in stores)])
+        moved = [store.offsets[:-1] + first for store, first in zip(stores, before, strict=False)]
+        made.offsets = np.concatenate([*moved, before[-1:]])
+        made.cuts = np.concatenate([store.cuts + first for store, first in zip(stores, before, strict=False)])
+        return made
 
     @property
     def num_tokens(self) -> int:
@@ -91,36 +137,66 @@ def open_store(
     tokenizer: Tokenizer,
     *,
     accept: Callable[[TokenStore], object] = lambda store: None,
+    progress: Progress = lambda chars, tokens: None,
 ) -> tuple[TokenStore, bool]:
     """The corpus as tokens in ``folder``, and whether it was there already.
 
     ``accept`` looks at the tokens before they appear as ``folder``; where it raises, nothing of them is left.  Raises
     DataError for text that cannot be read, SaveError if the disk refuses (an old store is then whole).
     """
-    settings, key = _settings(corpus, tokenizer), store_key(corpus, tokenizer)
+    key = store_key(corpus, tokenizer)
     if (manifest := _usable(folder, key)) is not None:
         store = TokenStore(folder, manifest)
         accept(store)
         return store, True
-    columns = dict(corpus.columns) if isinstance(corpus, Columned) else {}
-    frame = corpus.framer(tokenizer)
+    corpus.framer(tokenizer)  # refuses a tokenizer that cannot frame them, before anything is made
     with new_folder(folder) as new:
-        if isinstance(corpus, Columned):
-            documents = write_columns(new, columns, corpus.encoded(tokenizer))
-        else:
-            documents = _encoded(corpus, tokenizer, frame)
-        counts = _write(new, documents, _dtype(tokenizer.vocab_size))
-        said = {"columns": columns} if columns else {}
-        manifest = {"format": 1, "key": key, **counts, **said, **settings}
-        (new / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-        store = TokenStore(new, manifest)
+        store = TokenStore(new, fill_store(new, corpus, tokenizer, progress=progress))
         accept(store)
     return store, False
+
+
+def fill_store(
+    folder: Path, corpus: Texts, tokenizer: Tokenizer, more: dict[str, Any] | None = None, *, progress: Progress
+) -> dict[str, Any]:
+    """Write the corpus as tokens into an empty folder; -> its manifest, with ``more`` in it."""
+    columns = dict(corpus.columns) if isinstance(corpus, Columned) else {}
+    if isinstance(corpus, Columned):
+        texts = enumerate(write_columns(folder, columns, corpus.encoded(tokenizer)))
+        pieces: Iterator[Encoded] = (Encoded(number, ids, True, True) for number, ids in texts)
+    else:
+        pieces = encoded(corpus, tokenizer, progress)
+    vocab = max(each.vocab_size for each in (tokenizer, tokenizer.source) if each is not None)
+    counts = _write(folder, pieces, _dtype(vocab))
+    more = {**({"columns": columns} if columns else {}), **(more or {})}
+    manifest = {"format": 1, "key": store_key(corpus, tokenizer), **_settings(corpus, tokenizer), **more, **counts}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+def damaged_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
+    """Names of a store's files that are not what its manifest says; reads all of them."""
+    wanted = {shard["file"]: shard["sha256"] for shard in manifest["shards"]} | {OFFSETS: manifest["offsets"]}
+    found = []
+    for name, digest in wanted.items():
+        try:
+            with (folder / name).open("rb") as file:
+                whole = hashlib.file_digest(file, "sha256").hexdigest() == digest
+        except OSError:
+            whole = False
+        if not whole:
+            found.append(name)
+    return found
 
 
 def store_key(corpus: Texts, tokenizer: Tokenizer) -> str:
     """sha256 (hex) of all that decides the tokens: the store's ``fingerprint``, known before it is made."""
     return hashlib.sha256(json.dumps(_settings(corpus, tokenizer), sort_keys=True).encode()).hexdigest()
+
+
+def joined_key(keys: Sequence[str]) -> str:
+    """The fingerprint of several stores as one."""
+    return keys[0] if len(keys) == 1 else hashlib.sha256(json.dumps(list(keys)).encode()).hexdigest()
 
 
 def changed_sources(folder: Path, corpus: Texts) -> list[str]:
@@ -156,39 +232,111 @@ def _usable(folder: Path, key: str) -> dict[str, Any] | None:
         return None
 
 
-def _encoded(corpus: Texts, tokenizer: Tokenizer, frame: Framer) -> Iterator[list[int]]:
-    """Every text's ids in its frame; texts are encoded many at a time."""
-    done, waiting, num_chars = 0, list[str](), 0
-    for text in corpus.texts():
-        waiting.append(text)
-        num_chars += len(text)
-        if num_chars >= BATCH_CHARS:
-            yield from _framed(tokenizer, waiting, frame, done)
-            done, waiting, num_chars = done + len(waiting), [], 0
-    yield from _framed(tokenizer, waiting, frame, done)
+def encoded(
+    corpus: Texts, tokenizer: Tokenizer, progress: Progress = lambda chars, tokens: None, skip: int = 0
+) -> Iterator[Encoded]:
+    """Every piece's ids, framed, but for the first ``skip`` pieces, which are read and not encoded.
+
+    Pieces are encoded many at a time, on all cores where the tokenizer has several, while the next ones are read.
+    """
+    frame = corpus.framer(tokenizer)
+    chars = tokens = 0
+    with ThreadPoolExecutor(1) as pool:
+        running: tuple[list[tuple[int, Piece]], Future[list[list[int]]]] | None = None
+        for batch in chain(_batches(corpus.pieces(), skip), (None,)):
+            begun = None
+            if batch is not None:
+                begun = batch, pool.submit(_encode, tokenizer, batch)
+            if running is not None:
+                pieces, rows = running[0], running[1].result()
+                chars += sum(len(piece.text) for _, piece in pieces)
+                tokens += sum(map(len, rows))
+                progress(chars, tokens)
+                for (number, piece), ids in zip(pieces, rows, strict=True):
+                    framed = frame(number, ids) if piece.opens else ids
+                    yield Encoded(number, framed, piece.opens, piece.closes)
+            running = begun
 
 
-def _framed(tokenizer: Tokenizer, texts: list[str], frame: Framer, first: int) -> Iterator[list[int]]:
-    for number, ids in enumerate(tokenizer.encode_batch(texts), first):
-        yield frame(number, ids)
+def _encode(tokenizer: Tokenizer, batch: Sequence[tuple[int, Piece]]) -> list[list[int]]:
+    """The ids of pieces; of pairs, whose sources may be read with another vocabulary, each side by its own."""
+    if tokenizer.source is None:
+        return tokenizer.encode_batch([piece.text for _, piece in batch])
+    sides = {0: tokenizer.source, 1: tokenizer}
+    each = {side: iter(words.encode_batch(_side(batch, side))) for side, words in sides.items()}
+    return [next(each[number % 2]) for number, _ in batch]
 
 
-def _write(folder: Path, documents: Iterable[list[int]], dtype: str) -> dict[str, Any]:
-    """Shards of at most SHARD_TOKENS tokens (but a document is never cut), and the offsets."""
-    offsets, shards = [0], list[dict[str, Any]]()
-    file = None
+def _side(batch: Sequence[tuple[int, Piece]], side: int) -> list[str]:
+    return [piece.text for number, piece in batch if number % 2 == side]
+
+
+def _batches(pieces: Iterator[Piece], skip: int) -> Iterator[list[tuple[int, Piece]]]:
+    """Pieces with the numbers of their texts, about BATCH_CHARS characters at a time."""
+    waiting, chars, number = list[tuple[int, Piece]](), 0, -1
+    for place, piece in enumerate(pieces):
+        number += piece.opens
+        if place < skip:
+            continue
+        waiting.append((number, piece))
+        chars += len(piece.text)
+        if chars >= BATCH_CHARS:
+            yield waiting
+            waiting, chars = [], 0
+    if waiting:
+        yield waiting
+
+
+class _Shards:
+    """Writes tokens into shards of at most SHARD_TOKENS (but a piece is never cut), and hashes them on the way."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self._folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")
+        self._file: Any = None
+        self.written: list[dict[str, Any]] = []
+        self.largest = -1
+
+    def add(self, ids: list[int]) -> None:
+        if self._file is None or self.written[-1]["tokens"] + len(ids) > SHARD_TOKENS:
+            self.close()
+            self.written.append({"file": f"tokens-{len(self.written):05d}.bin", "tokens": 0})
+            self._file, self._digest = (self._folder / self.written[-1]["file"]).open("wb"), hashlib.sha256()
+        values = np.array(ids, np.int64)
+        self.largest = max(self.largest, int(values.max(initial=-1)))
+        content = values.astype(self._dtype).tobytes()
+        self._file.write(content)
+        self._digest.update(content)
+        self.written[-1]["tokens"] += len(ids)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self.written[-1]["sha256"] = self._digest.hexdigest()
+            self._file = None
+
+
+def _write(folder: Path, pieces: Iterable[Encoded], dtype: str) -> dict[str, Any]:
+    """The shards and the offsets; -> what the manifest says of them."""
+    offsets, cuts, count = [0], list[int](), 0
+    shards = _Shards(folder, dtype)
     try:
-        for ids in documents:
-            if file is None or shards[-1]["tokens"] + len(ids) > SHARD_TOKENS:
-                if file is not None:
-                    file.close()
-                shards.append({"file": f"tokens-{len(shards):05d}.bin", "tokens": 0})
-                file = (folder / shards[-1]["file"]).open("wb")
-            file.write(np.asarray(ids, np.dtype(dtype).newbyteorder("<")).tobytes())
-            shards[-1]["tokens"] += len(ids)
-            offsets.append(offsets[-1] + len(ids))
+        for piece in pieces:
+            if not piece.opens:
+                cuts.append(count)
+            shards.add(piece.ids)
+            count += len(piece.ids)
+            if piece.closes:
+                offsets.append(count)
     finally:
-        if file is not None:
-            file.close()
-    (folder / OFFSETS).write_bytes(np.asarray(offsets, "<u8").tobytes())
-    return {"dtype": dtype, "tokens": offsets[-1], "documents": len(offsets) - 1, "shards": shards}
+        shards.close()
+    content = np.asarray(offsets, "<u8").tobytes()
+    (folder / OFFSETS).write_bytes(content)
+    return {
+        "dtype": dtype,
+        "tokens": count,
+        "documents": len(offsets) - 1,
+        "largest": shards.largest,
+        "shards": shards.written,
+        "offsets": hashlib.sha256(content).hexdigest(),
+        "cuts": cuts,
+    }

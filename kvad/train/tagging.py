@@ -24,7 +24,7 @@ from kvad.train.columns import Encoded
 from kvad.train.examples import Example, ExampleCorpus, find, framing, labels_of
 from kvad.train.pairs import PairPaths, lines_of
 
-__all__ = ["NO_LABEL", "Sentence", "TagCorpus", "gap_of", "open_tagging"]
+__all__ = ["NO_LABEL", "Sentence", "TagCorpus", "gap_of", "open_tagging", "sentences_of"]
 
 NO_LABEL = -1
 
@@ -47,7 +47,7 @@ class TagCorpus(ExampleCorpus[Sentence]):
     columns = {"labels": "int32"}  # noqa: RUF012  (never written)
 
     def read(self, path: Path) -> Iterator[Example[Sentence] | None]:
-        return _sentences(path, self.errors)
+        return sentences_of(path, self.errors)
 
     def texts_of(self, content: Sentence) -> Iterable[str]:
         return [" ".join(content.words)]
@@ -87,7 +87,7 @@ def gap_of(tokenizer: Tokenizer, words: tuple[str, ...]) -> str:
 def open_tagging(paths: PairPaths, errors: str, validation: float) -> TagCorpus:
     """Raises DataError naming file and line: of one that is not WORD<tab>TAG, and of a tag that is held out and does
     not occur in training."""
-    found = find(paths, lambda path: _sentences(path, errors), TagCorpus.noun, validation)
+    found = find(paths, lambda path: sentences_of(path, errors), TagCorpus.noun, validation)
     corpus = TagCorpus(found, errors)
     seen = (
         (path, [(each.content.first + place, tag) for place, tag in enumerate(each.content.tags)])
@@ -96,7 +96,8 @@ def open_tagging(paths: PairPaths, errors: str, validation: float) -> TagCorpus:
     return TagCorpus(found, errors, labels_of(seen, found.num_texts - found.num_held, "tag"))
 
 
-def _sentences(path: Path, errors: str) -> Iterator[Example[Sentence]]:
+def sentences_of(path: Path, errors: str) -> Iterator[Example[Sentence]]:
+    """Of one file.  Raises DataError naming file and line."""
     words: list[str] = []
     tags: list[str] = []
     number = 0

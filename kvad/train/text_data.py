@@ -23,7 +23,7 @@ from kvad.errors import ConfigError, DataError, counted
 from kvad.step import Lane, Step
 from kvad.train.config import RunConfig
 from kvad.train.data import Batch, Epochs, generator
-from kvad.train.packing import first_fit
+from kvad.train.packing import pack
 from kvad.train.store import Ints, TokenStore
 
 __all__ = ["TextData", "TextRows"]
@@ -37,9 +37,8 @@ class TextRows:
     def __init__(self, store: TokenStore, texts: Ints, context: int, pad: int, column: str) -> None:
         self._store, self._context, self._pad, self._column = store, context, pad, column
         lengths = store.offsets[texts + 1] - store.offsets[texts]
-        rows = first_fit(lengths, np.zeros_like(lengths), context)
-        self._texts = texts[np.argsort(rows, kind="stable")]
-        self._first: Ints = np.concatenate(([0], np.cumsum(np.bincount(rows))))
+        packed = pack(lengths[:, None], context, "first-fit", crop=False)
+        self._texts, self._first = texts[packed.pieces], packed.first
         self.num_tokens = int(lengths.sum())
         self.num_targets = sum(self._asked(text)[0].size for text in texts.tolist())
 

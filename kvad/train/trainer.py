@@ -98,14 +98,15 @@ class Trainer:
         total = sum(len(batch.targets) for batch in batches)
         self.model.train()
         lr = self.optimization.begin(state.step, state.elapsed)
-        summed = sum(self.objective.backward(batch, total) for batch in batches)
+        scaled = self.optimization.scaled(total)
+        summed = sum(self.objective.backward(batch, scaled) for batch in batches)
         norm = self.optimization.norm()
-        if not math.isfinite(summed) or not math.isfinite(norm):
+        if not math.isfinite(summed) or not self.optimization.usable(norm):
             raise NumericalError(
                 f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}",
                 "the last checkpoint is whole; train with a lower learning rate or in fp32",
             )
-        self.optimization.step()
+        self.optimization.step(norm)
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
 
@@ -117,14 +118,17 @@ class Trainer:
         return config.minutes is not None and state.elapsed + self.speed.seconds_per_step > 60 * config.minutes
 
     def _evaluate(self) -> None:
+        """Of the weights that a checkpoint says are the model's."""
         self.model.eval()
         state = self.state
-        found = self.objective.loss_of(self.data.evaluation())
-        state.val_loss = found.loss
-        state.val_step, state.best = state.step, min(state.val_loss, math.inf if state.best is None else state.best)
-        self._tell("on_eval", EvalReport(state.step, state.val_loss, found.targets, state.best, found.accuracy))
-        if self.sample is not None:
-            self._tell("on_samples", SamplesReport(state.step, self.sample()))
+        with self.optimization.averaged():
+            found = self.objective.loss_of(self.data.evaluation())
+            state.val_loss, state.val_step = found.loss, state.step
+            state.best = min(state.val_loss, math.inf if state.best is None else state.best)
+            self._tell("on_eval", EvalReport(state.step, state.val_loss, found.targets, state.best, found.accuracy))
+            if self.sample is not None:
+                self._tell("on_samples", SamplesReport(state.step, self.sample()))
+        self.optimization.evaluated(state.val_loss)
 
     def _save(self) -> tuple[int, Path]:
         path = self.save(self.state)

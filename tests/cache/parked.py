@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvad.cache.disk import DISK, Disk
 from kvad.cache.entry import Section
 from kvad.cache.parkfiles import Done, ParkFiles
+from kvad.cache.worker import Worker
 
 
 def as_section(copy: bytes) -> list[Section]:
@@ -21,33 +21,36 @@ def as_bytes(sections: Sequence[Section]) -> bytes:
     return bytes(section.data)
 
 
-class LateFiles(ParkFiles):
-    """No thread: as many jobs are done when somebody looks as ``jobs`` says, and all that are needed to wait."""
+class LateWorker(Worker):
+    """No thread: jobs are done when somebody says so."""
 
-    def __init__(self, folder: Path, jobs: Callable[[], int], disk: Disk = DISK) -> None:
-        super().__init__(folder, disk=disk)
-        self.jobs, self.worker = jobs, self._worker()
-
-    def _ask(self, job: Any) -> None:
-        self.pending += 1
-        self._jobs.put(job)
+    def put(self, job: Callable[[], None]) -> None:
+        self._jobs.waiting.append(job)
 
     def work(self, count: int) -> None:
-        for _ in range(min(count, self._jobs.qsize())):
-            self.worker.step()
+        for _ in range(min(count, len(self._jobs.waiting))):
+            self._jobs.waiting.popleft()()
+
+    def stop(self, seconds: float | None = None) -> bool:
+        self.work(1 << 30)
+        return True
+
+
+class LateFiles(ParkFiles):
+    """As many jobs are done when somebody looks as ``jobs`` says, and all that are needed to wait."""
+
+    def __init__(self, folder: Path, jobs: Callable[[], int], disk: Disk = DISK) -> None:
+        self.jobs, self.work = jobs, (late := LateWorker("late")).work
+        super().__init__(folder, disk=disk, worker=late)
 
     def done(self) -> list[Done]:
         self.work(self.jobs())
         return super().done()
 
     def wait(self) -> list[Done]:
-        while self._done.empty():
+        while self._hand.done.empty():
             self.work(1)
         return super().wait()
-
-    def close(self) -> None:
-        super().close()
-        self.work(1 << 30)
 
 
 class UnluckyDisk(Disk):

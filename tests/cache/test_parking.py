@@ -213,7 +213,7 @@ def test_closing_stops_the_worker_and_removes_the_files(tmp_path: Path) -> None:
     for key in (1, 2):
         parking.keep(key, 100, (key, 0), needed=True)
     parking.poll()
-    thread = files._thread
+    thread = files._worker._thread
     assert thread is not None and thread.is_alive()
     while parking.pending:
         parking.wait()
@@ -228,7 +228,7 @@ def test_a_worker_ends_with_its_owner(tmp_path: Path) -> None:
     files = ParkFiles(tmp_path)
     files.write(1, lambda: as_section(b"x"))
     files.wait()
-    thread = files._thread
+    thread = files._worker._thread
     assert thread is not None
     del files
     gc.collect()

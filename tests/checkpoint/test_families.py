@@ -165,9 +165,9 @@ def test_every_family_has_a_case() -> None:
 
 def test_what_was_read_from_gemma3_is_written_as_its_text(tmp_path: Path) -> None:
     config = Read("4.57", "gemma3", tmp_path).config
-    family, content = choose_family(config, "gemma3")
-    assert content["model_type"] == "gemma3_text"
-    assert family.read(Fields(content, "config.json")) == config
+    layout = choose_family(config, "gemma3")
+    assert layout.content["model_type"] == "gemma3_text"
+    assert layout.family.read(Fields(layout.content, "config.json")) == config
 
 
 @pytest.mark.parametrize("scale", [2.0, 0.9])

@@ -262,7 +262,7 @@ def test_parked_rows_of_an_engine_that_was_never_closed_leave_no_file(tmp_path):
         time.sleep(0.005)
     assert any(tmp_path.iterdir())
     files = made.swaps.parking.files
-    thread = files._thread
+    thread = files._worker._thread
     del made, files
     gc.collect()
     thread.join(10)

@@ -336,7 +336,7 @@ def test_closing_with_rows_that_are_away(tmp_path: Path) -> None:
         engine.step()
     parking = engine.swaps.parking
     assert parking is not None and parking.files is not None
-    thread = parking.files._thread
+    thread = parking.files._worker._thread
     engine.close()
     engine.close()
     assert not leftovers(tmp_path) and (thread is None or not thread.is_alive())

@@ -11,8 +11,10 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
+from kvad.cache.disk import Disk
 from kvad.cache.sizing import CacheConfig
 from kvad.cli.main import main
+from kvad.engine.costs import Costs
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
 from kvad.engine.trace import trace
@@ -287,7 +289,11 @@ def test_a_shared_prefix():
     assert (joined.why.cause, found.why.cause) == ("shared", "hit") and joined.step == found.step
     assert {block.rows for block in first.blocks if block.last < 20} == {2}
     assert all(block.published for block in first.blocks if block.tokens == SIZE)
-    assert "20 tokens found in the prefix cache" in second.life[0].text
+    assert second.life[0].text == "seated, 20 tokens found in the prefix cache: 20 in the pool"
+    assert (found.why.source, found.why.text) == (
+        "pool",
+        f"found at step {found.step} in the prefix cache, in the pool",
+    )
 
 
 def test_samples_share_their_prompt_until_they_write():
@@ -306,6 +312,8 @@ def test_rows_that_are_preempted_are_away():
     assert away and all(c.why.cause == "preempted" for c in away)
     assert row.lines[0].states == "#" * 59 + "-" or set(row.lines[0].states) == {"=", "#", "-"}
     assert any(each.text.startswith("seated again") for each in row.life)
+    back = [c.why.cause for c in row.lines[0].changes if c.first >= 28 and c.why.cause in ("back", "again")]
+    assert back and set(back) == {"again"}
     assert sum(counts(row).values()) == LAYERS * KV * 60
 
 
@@ -317,6 +325,203 @@ def test_rows_that_are_parked_come_back():
     for row in slide.rows:
         assert row.lines[0].states == slide.rows[0].lines[0].states
         assert sum(counts(row).values()) == LAYERS * KV * 60
+
+
+# ---------------------------------------------------------------- beyond the pool
+
+
+class Forced(Costs):
+    """Rows that give way are swapped."""
+
+    def swap_is_cheaper(self, nbytes, tokens, *, disk=False, back=False):
+        return True
+
+
+class Unreadable(Disk):
+    def read(self, file, into, offset):
+        raise OSError(5, "Input/output error")
+
+
+def whys(row, cause):
+    """{position: why} of the first layer."""
+    changes = [c for c in row.lines[0].changes if c.why.cause == cause]
+    return {at: change.why for change in changes for at in range(change.first, change.last + 1)}
+
+
+def watched(engine, *prompts, tokens=6, **options):
+    return examine(engine, prompts, Sampling(max_tokens=tokens, temperature=0, ignore_eos=True), **options)
+
+
+def place(slide, name):
+    (found,) = [each for each in slide.places if each.place == name]
+    return found
+
+
+def lives(slide, number=0):
+    return [each.text for each in slide.rows[number].life]
+
+
+def test_a_hit_from_the_disk_of_a_process_that_ended(tmp_path):
+    folder = str(tmp_path / "tier")
+    engine = engine_of(tier=folder, rows=1)
+    cold = watched(engine, PROMPT)
+    assert lives(cold) == ["seated; the tiers know no more of it (unknown)"] and not whys(cold.rows[0], "tier")
+    assert place(cold, "tier disk").blocks == 8  # of the 35 tokens that were computed
+    size = engine.memory.block_bytes()[0]
+    engine.close()
+    engine = engine_of(tier=folder, rows=1)
+    slide = watched(engine, PROMPT, BRANCH)
+    row = slide.rows[0]
+    assert row.tokens == cold.rows[0].tokens and row.claimed == 28
+    told = whys(row, "tier")
+    assert set(told) == set(range(28)) and not whys(row, "hit")
+    assert {(why.source, why.text) for why in told.values()} == {("disk", "read back from the disk tier at step 1")}
+    assert lives(slide) == [
+        f"seated, 28 tokens found in the prefix cache: 28 read back from the disk tier ({7 * size:,} bytes)"
+    ]
+    assert set(whys(slide.rows[1], "hit")) == set(range(20))
+    assert positions_in(row, ["shared"]) == set(range(28)) and set(whys(row, "written")) == set(range(28, 35))
+    disk = place(slide, "tier disk")
+    assert disk.bytes == sum(path.stat().st_size for path in (tmp_path / "tier").glob("*.kv")) and disk.blocks == 10
+    assert f"{disk.bytes:,} of {disk.limit:,} bytes in 10 blocks" in disk.text
+    engine.close()
+
+
+def test_a_block_that_cannot_be_read_is_named(tmp_path):
+    engine = engine_of(tier=str(tmp_path), rows=1)
+    watched(engine, PROMPT)
+    keys = engine.block_keys(PROMPT, Sampling())
+    engine.close()
+    (third,) = tmp_path.glob(f"*{keys[2]}.kv")
+    third.write_bytes(third.read_bytes()[:-3])
+    engine = engine_of(tier=str(tmp_path), rows=1)
+    slide = watched(engine, PROMPT)
+    assert set(whys(slide.rows[0], "tier")) == set(range(8))
+    assert lives(slide)[0].endswith("; the next block of it is damaged (torn)")
+    engine.close()
+
+
+OTHERS = tuple(tuple(at * step % 57 + 1 for at in range(30)) for step in (3, 5, 11))
+
+
+@pytest.mark.parametrize(
+    ("ram", "where", "named"), [(1 << 20, "ram", "the RAM tier"), (80_000, "packed", "packed RAM")]
+)
+def test_a_hit_from_host_memory(ram, where, named):
+    engine = engine_of(tier_ram=ram, rows=1, blocks=24, capacity=64)
+    before = watched(engine, PROMPT, *OTHERS, tokens=20)
+    kept = place(before, "tier RAM")
+    assert kept.bytes == engine.tiers.stats().ram.bytes and kept.limit == ram and kept.blocks > 8
+    assert ("packed" in kept.text) == (where == "packed")
+    slide = watched(engine, PROMPT)
+    told = whys(slide.rows[0], "tier")
+    assert set(told) == set(range(28)) and {why.source for why in told.values()} == {where}
+    assert f"28 read back from {named}" in lives(slide)[0] and told[0].text.startswith(f"read back from {named}")
+    assert slide.rows[0].tokens == before.rows[0].tokens[:36]
+
+
+def parked_run(folder=None, disk=None, **fields):
+    options = {} if disk is None else {"disk": disk}
+    cache = CacheConfig(
+        **{"dtype": "float64", "block_size": SIZE, "rows": 2, "capacity": 96, "chunk": 16, "blocks": 20, **fields}
+    )
+    engine = Engine(MODEL, cache, park_dir=folder, costs=Forced(), **options)
+    slide = watched(engine, PROMPT, PROMPT[::-1], tokens=30)
+    engine.close()
+    return slide, engine
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_where_a_parked_row_went_and_came_from(tmp_path, where):
+    on_disk = where == "disk"
+    slide, engine = parked_run(tmp_path if on_disk else None, park_ram=0 if on_disk else 1 << 20)
+    row, stats = slide.rows[1], engine.swaps.stats()
+    assert (stats.to_ram, stats.to_disk) == ((0, 1) if on_disk else (1, 0))
+    name, size = "disk" if on_disk else "RAM", f"{stats.swapped_bytes:,} bytes"
+    _, left, back = lives(slide, 1)
+    length = len(whys(row, "parked"))
+    assert left == f"parked: {length} tokens, {size}, swapped to {name}"
+    assert back == f"seated again, {length} tokens back from {name} ({size})"
+    assert set(whys(row, "parked")) == set(whys(row, "back")) == set(range(length))
+    assert {why.source for cause in ("parked", "back") for why in whys(row, cause).values()} == {where}
+    assert whys(row, "back")[0].text.endswith(f", from {name}") and not whys(row, "again")
+    assert positions_in(row, ["away"]) == set()
+    if on_disk:
+        assert f"1 row written ({stats.parking.written_bytes:,} bytes), 1 read" in place(slide, "parked disk").text
+    else:
+        assert place(slide, "parked RAM")[:3] == ("parked RAM", 0, 1 << 20)
+        assert place(slide, "parked RAM").peak == stats.swapped_bytes
+        assert "1 row swapped there" in place(slide, "parked RAM").text
+
+
+def test_a_parked_row_whose_copy_is_lost_is_computed_again(tmp_path):
+    slide, _ = parked_run(tmp_path, Unreadable(), park_ram=0)
+    told, row = lives(slide, 1), slide.rows[1]
+    assert told[1].endswith("swapped to disk") and "its copy is lost:" in told[2] and "Input/output error" in told[2]
+    assert set(whys(row, "again")) | set(whys(row, "hit")) >= set(whys(row, "parked")) and not whys(row, "back")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_session_that_goes_on(policy):
+    """In the end all is as if it had never stopped; of each token of the past it is said that it was restored."""
+    if policy.startswith("spilled"):
+        pytest.skip("rows that spill are not kept")
+    whole = watched(engine_of(policy, prefix=False), PROMPT, tokens=30).rows[0]
+    engine, state = left_behind(policy)
+    slide = watched(engine, whole.tokens[:40], tokens=20, resume=state, session="notes")
+    row = slide.rows[0]
+    assert row.tokens == whole.tokens and [line.states for line in row.lines] == [line.states for line in whole.lines]
+    assert (row.restored, row.claimed) == (39, 0)
+    assert lives(slide) == [f"seated, 39 tokens restored from session notes ({state.nbytes:,} bytes)"]
+    for line in row.lines:
+        early = [c for c in line.changes if c.first < 39 and c.step == 1]
+        assert {at for c in early for at in range(c.first, min(c.last, 38) + 1)} == set(range(39))
+        assert {c.why.cause for c in early} <= {"restored", "window", "rank"} and {"restored"} <= {
+            c.why.cause for c in early
+        }
+        for change in early:
+            if change.why.cause == "restored":
+                held = "not held by session notes any more" if change.state == "evicted" else "from session notes"
+                assert held in change.why.text and change.why.source == "session"
+
+
+def left_behind(policy):
+    """An engine, and what a request of 30 tokens and 10 more has left in it."""
+    engine = engine_of(policy, prefix=False)
+    request = engine.submit(PROMPT, Sampling(max_tokens=10, temperature=0), keep=True)
+    while not engine.idle:
+        engine.step()
+    return engine, engine.kept(request)
+
+
+def test_a_session_that_is_of_no_use_says_why():
+    engine, state = left_behind("full")
+    slide = watched(engine, PROMPT[::-1], resume=state, session="notes")
+    assert lives(slide) == ["seated; session notes is of no use: tokens: they differ from the first on"]
+    assert slide.rows[0].restored == 0 and not whys(slide.rows[0], "restored")
+
+
+def test_where_things_live():
+    slide, engine = seen("full", (PROMPT, BRANCH))
+    (pool,) = slide.places
+    size = engine.memory.block_bytes()[0]
+    held = engine.ledger.stats().used[0] + engine.ledger.stats().evictable[0]
+    assert (pool.place, pool.blocks, pool.of, pool.bytes) == ("pool", held, engine.ledger.pools[0].total, held * size)
+    assert pool.peak == max(step.used[0] for step in slide.steps) * size
+    assert f"{held} blocks kept for reuse" in pool.text and pool.text in text(slide)
+    slide, engine = seen("spilled(8, every=8)")
+    ram = place(slide, "spilled RAM")
+    share = engine.memory.spill.plan.shares[1]
+    assert ram.peak == max(step.used[1] for step in slide.steps) * share.layers * share.line > 0 == ram.bytes
+
+
+def test_nothing_is_noted_where_nobody_looks():
+    """The seams are off by default, and again when the microscope is put away."""
+    engine = engine_of(tier_ram=1 << 20)
+    for _ in range(2):
+        assert engine.ledger.deposits.found is None and engine.swaps.witness is None
+        watched(engine, PROMPT)
+    assert engine.ledger.deposits.found is None and engine.swaps.witness is None
 
 
 # ---------------------------------------------------------------- what must be named
@@ -340,6 +545,10 @@ def test_what_cannot_be_examined():
     engine.submit(PROMPT, Sampling(max_tokens=3))
     with pytest.raises(EngineError, match="at work"):
         examine(engine, [PROMPT], Sampling())
+    mesh = engine_of()
+    mesh.memory.ranks = 2
+    with pytest.raises(RequestError, match="a mesh of 2 ranks cannot be examined: each sees its own heads"):
+        examine(mesh, [PROMPT], Sampling())
     pair = Engine(build(pair_config()), CacheConfig(dtype="float64", capacity=96, source_capacity=32))
     with pytest.raises(RequestError, match="an encoder-decoder cannot be examined yet"):
         examine(pair, [PROMPT], Sampling())
@@ -356,12 +565,13 @@ def test_a_failure_leaves_the_engine_unwatched(monkeypatch):
 # ---------------------------------------------------------------- JSON
 
 KEYS = {
-    "": {"schema", "model", "policy", "layout", "layers", "states", "groups", "steps", "rows"},
+    "": {"schema", "model", "policy", "layout", "layers", "states", "groups", "steps", "rows", "places"},
+    "places": {"place", "bytes", "limit", "blocks", "of", "peak", "text"},
     "groups": {"form", "layers", "kv_heads", "policy", "stored", "block_size", "blocks", "bytes"},
     "steps": {"step", "spans", "used"},
     "spans": {"row", "start", "count"},
     "rows": {"request", "sample", "prompt", "claimed", "tokens", "pieces", "finish", "error", "counts", "lines"}
-    | {"blocks", "mass", "life"},
+    | {"blocks", "mass", "life", "restored"},
     "lines": {"group", "layers", "head", "states", "changes"},
     "changes": {"step", "first", "last", "state", "why"},
     "blocks": {"group", "block", "tokens", "first", "last", "rows", "published", "share"},
@@ -376,7 +586,12 @@ def test_the_schema_is_as_documented():
     assert told["schema"] == slides.SCHEMA == 1 and told["states"] == STATES
     assert set(told) == KEYS[""] and set(told["rows"][0]) == KEYS["rows"]
     row, step = told["rows"][0], told["steps"][0]
-    for name, each in (("groups", told["groups"]), ("steps", told["steps"]), ("spans", step["spans"])):
+    for name, each in (
+        ("groups", told["groups"]),
+        ("places", told["places"]),
+        ("steps", told["steps"]),
+        ("spans", step["spans"]),
+    ):
         assert all(set(one) == KEYS[name] for one in each)
     for name in ("lines", "blocks", "life"):
         assert row[name] and all(set(one) == KEYS[name] for one in row[name])
@@ -517,6 +732,74 @@ def test_the_command(plain, capsys, tmp_path):
     assert (code, out) == (0, "") and json.loads((tmp_path / "cache.json").read_text())["rows"] == told["rows"]
 
 
+def test_a_cache_that_lives_beyond_the_pool(plain, capsys, tmp_path):
+    asked = [plain, "--cache", "--prompt", "the quick brown fox", "--tokens", 6, "--block-size", 4]
+    tiered = [*asked, "--tier", tmp_path / "tier", "--tier-bytes", "1MiB", "--tier-ram", "64KiB"]
+    assert run(capsys, *tiered)[0] == 0
+    code, out, _ = run(capsys, *tiered, "--token", 0)
+    assert code == 0 and "16 read back from the disk tier (" in out and "read back from the disk tier at step 1" in out
+    assert "    tier disk: " in out and "of 1,048,576 bytes in 6 blocks" in out and "    tier RAM: 0 of 65,536" in out
+    html = tmp_path / "cache.html"
+    code, out, _ = run(capsys, *tiered, "--json", "--html", html)
+    told = json.loads(out)
+    assert [each["place"] for each in told["places"]] == ["pool", "tier RAM", "tier disk"]
+    assert json.loads(Parsed(html.read_text()).data["script data"]) == told
+    spill = ["--context", 16, "--on-full", "spill", "--spill-ram", "1KiB", "--spill-dir", tmp_path / "spill"]
+    code, out, err = run(capsys, *asked[:-2], "--tokens", 20, "--block-size", 4, *spill)
+    assert (code, err) == (0, "") and "spilled RAM: " in out and "spilled disk: " in out and "s spilled" in out
+    two = ["--prompt", "fox brown the quick", "--tokens", 20, "--blocks", 16, "--park-ram", "1MiB"]
+    code, out, err = run(capsys, *asked, *two)
+    assert (
+        (code, err) == (0, "") and ("parked: " in out or "preempted: " in out) and "parked RAM: 0 of 1,048,576" in out
+    )
+
+
+def test_a_session_is_continued_and_stays_as_it_is(plain, capsys, tmp_path, monkeypatch):
+    folder = tmp_path / "sessions"
+    monkeypatch.setenv("KVAD_SESSIONS", str(folder))
+    saved = [plain, "notes", "--prompt", "the quick brown fox", "--policy", "sinks(2, 30)", "--block-size", 8]
+    assert main(["session", "save", *map(str, saved)]) == 0
+    before = (folder / "notes.session").read_bytes(), (folder / "notes.session").stat().st_mtime_ns
+    capsys.readouterr()
+    code, out, err = run(capsys, plain, "--cache", "--session", "notes", "--tokens", 4, "--token", 3)
+    assert (code, err) == (0, "") and "18 tokens restored from session notes" in out and "sinks(2, 30)" in out
+    assert "restored at step 1 from session notes" in out
+    code, out, _ = run(capsys, plain, "--cache", "--session", "notes", "--prompt", " jumps", "--tokens", 4, "--json")
+    row = json.loads(out)["rows"][0]
+    assert code == 0 and (row["restored"], row["prompt"]) == (18, 19 + 6)
+    assert ((folder / "notes.session").read_bytes(), (folder / "notes.session").stat().st_mtime_ns) == before
+    assert [path.name for path in folder.iterdir()] == ["notes.session"]
+    code, _, err = run(capsys, plain, "--cache", "--session", "other")
+    assert code == 2 and "there is no session other" in err
+    code, _, err = run(capsys, plain, "--cache", "--session", "notes", "--policy", "full")
+    assert code == 2 and "policy: full here, sinks(2, 30) there" in err
+    code, _, err = run(capsys, plain, "--cache", "--session", "notes", "--samples", 2)
+    assert code == 2 and "one row, not 2 samples" in err
+    assert run(capsys, plain)[0] == 0  # KVAD_SESSIONS is no option that was given
+
+
+BEYOND = {
+    "--tier": "folder",
+    "--tier-bytes": "1MiB",
+    "--tier-ram": "1MiB",
+    "--tier-replacement": "arc",
+    "--on-full": "spill",
+    "--spill-dir": "folder",
+    "--spill-ram": "1MiB",
+    "--park-ram": "1MiB",
+    "--park-dir": "folder",
+    "--blocks": "32",
+    "--session": "notes",
+    "--sessions": "folder",
+}
+
+
+@pytest.mark.parametrize("flag", BEYOND)
+def test_each_option_needs_cache(plain, capsys, flag):
+    code, out, err = run(capsys, plain, flag, BEYOND[flag])
+    assert (code, out) == (2, "") and f"{flag} belongs to the microscope: give --cache too" in err
+
+
 def test_prompts_of_every_kind(plain, capsys, tmp_path):
     (tmp_path / "prompt.txt").write_text("the quick brown fox")
     more = ["--block-size", 4, "--tokens", 4, "--cache-dtype", "int8", "--layer", 1, "--head", 0]
@@ -534,6 +817,9 @@ WRONG = {
     "no --cache, a zero": (["--tokens", "0"], "--tokens belongs to the microscope"),
     "two questions": (["--cache", "--prompt", "fox", "--tree"], "--tree and --cache are two questions"),
     "a format": (["--cache", "--prompt", "fox", "--format", "svg"], "--format belongs to other drawings"),
+    "spill": (["--cache", "--prompt", "fox", "--spill-ram", "1MiB"], "--spill-ram: nothing is spilled"),
+    "bits": (["--cache", "--prompt", "fox", "--deterministic"], "--deterministic and --cache"),
+    "a folder alone": (["--cache", "--prompt", "fox", "--sessions", "."], "--sessions says where a session is"),
     "a policy": (["--cache", "--prompt", "fox", "--policy", "windw(8)"], "did you mean 'window'?"),
     "a layer": (["--cache", "--prompt", "fox", "--layer", "9"], "--layer 9 is not one of 0..1"),
     "a head": (["--cache", "--prompt", "fox", "--head", "9"], "--head 9 is not one of 0..1"),
@@ -560,7 +846,9 @@ def test_an_encoder_decoder_is_refused(tmp_path, capsys):
 
 def test_help_tells_of_it(capsys):
     code, out, _ = run(capsys, "--help")
-    assert code == 0 and all(flag in out for flag in ("--cache ", "--prompt", "--policy", "--html", "--token "))
+    assert code == 0 and all(
+        flag in out for flag in ("--cache ", "--prompt", "--policy", "--html", "--token ", "--tier ", "--session ")
+    )
 
 
 def test_a_cut_is_not_told_to_nobody():

@@ -183,8 +183,8 @@ def test_the_command(corpus, tmp_path, model, monkeypatch):
     assert code == 2 and "the cache's policy summarises nothing" in stderr
     code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", *asked, "--preset", "tiny")
     assert code == 2 and "[model]: a compressor's model is" in stderr
-    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", "--init", model)
-    assert code == 2 and "--init are for --objective compress" in stderr
+    code, _, stderr = kvad("train", corpus, "--out", tmp_path / "b", "--init", model, "--set", "compress.ratio=4")
+    assert code == 2 and "[compress] is for --objective compress" in stderr
 
 
 # ---------------------------------------------------------------- packed documents

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from kvad.errors import DataError
-from kvad.train.corpus import open_corpus, read_text
+from kvad.train.corpus import open_corpus
+from kvad.train.readers import blocks_of
 
 
 @pytest.fixture
@@ -65,10 +66,10 @@ def test_no_text_at_all(tree):
 
 
 def test_an_unreadable_file_is_named(tree, monkeypatch):
-    def refuse(_path):
+    def refuse(_path, *_how):
         raise PermissionError(13, "Permission denied")  # root may read everything: the system is asked to refuse
 
-    monkeypatch.setattr(type(tree), "read_bytes", refuse)
+    monkeypatch.setattr(type(tree), "open", refuse)
     with pytest.raises(DataError, match=r"cannot read .*b.txt: Permission denied"):
         open_corpus([tree])
 
@@ -96,4 +97,4 @@ def test_invalid_utf8_names_file_byte_and_way_out(tree):
 
 def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfabc")
-    assert read_text(tmp_path / "x.txt") == "abc"
+    assert "".join(blocks_of(tmp_path / "x.txt", "strict")) == "abc"

@@ -246,6 +246,42 @@ def test_heads_follow_from_the_data_or_are_checked():
         headed(tagger, "masked", ())
 
 
+@pytest.mark.parametrize(
+    ("kind", "data", "says"),
+    [
+        ("tag", {"isolate": False}, r"data\.isolate: objective tag reads each text by itself"),
+        ("spans", {"reset": False}, r"data\.reset: objective spans"),
+        ("chat", {"packing": "best-fit"}, r"data\.packing: best-fit is for documents and pairs"),
+        ("classify", {"field": "body"}, r"data\.field: .*objective\.text_field"),
+        ("tag", {"format": "jsonl"}, r"data\.format: objective tag has a form of its own"),
+        ("tag", {"order": "windows"}, r"data\.order: windows is for documents"),
+        ("masked", {"order": "stream"}, r"data\.order: stream is for next-token"),
+    ],
+)
+def test_keys_of_documents_are_refused_where_they_mean_nothing(kind, data, says, files, tmp_path):
+    content = configured(kind).to_dict()
+    config = RunConfig.from_dict({**content, "data": {**content["data"], **data}})
+
+    def opened():
+        material = Material(config, named_for(kind, [files / kind]), lambda text: None)
+        material.open(tmp_path / "data", material.make_tokenizer())
+
+    with pytest.raises(ConfigError, match=says):
+        opened()
+
+
+@pytest.mark.parametrize("switch", ["reset", "isolate"])
+def test_what_is_hidden_may_be_seen_from_other_documents_if_one_wants(switch, files, tmp_path):
+    content = configured("masked", context=200).to_dict()
+    packing = {"packing": "first-fit", switch: False}
+    config = RunConfig.from_dict({**content, "data": {**content["data"], **packing}})
+    material = Material(config, named_for("masked", [files / "masked"]), lambda text: None)
+    tokenizer = material.make_tokenizer()
+    material.open(tmp_path / "data", tokenizer)
+    special = set(tokenizer.specials.names().values())
+    assert all(not special & set(batch.targets.tolist()) for batch in material.data.micro_batches(0))
+
+
 def test_what_reads_documents_takes_no_pairs(files):
     for kind in ("next-token", "masked", "spans"):
         with pytest.raises(UsageError, match=f"objective {kind} reads documents"):

@@ -169,14 +169,14 @@ def test_the_worked_example_of_rows():
     rows = TextRows(Texts([4, 3, 6]), np.arange(3), 8, 99, "mask")
     assert len(rows) == 2 and rows.utilisation == 13 / 16
     batch = rows.batch(np.array([0, 1]))
-    assert batch.step.tokens.tolist() == [0, 1, 2, 3, 10, 11, 12, 20, 21, 22, 23, 24, 25, 99]
-    assert batch.step.documents.tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, -1]
-    assert batch.step.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 5, 0]
-    assert batch.step.wanted.tolist() == [1, 2, 4, 5, 10, 11], "the token before each that is learned"
-    assert batch.targets.tolist() == [2, 3, 11, 12, 24, 25]
+    assert batch.step.tokens.tolist() == [20, 21, 22, 23, 24, 25, 99, 0, 1, 2, 3, 10, 11, 12], "the longest first"
+    assert batch.step.documents.tolist() == [0, 0, 0, 0, 0, 0, -1, 0, 0, 0, 0, 1, 1, 1]
+    assert batch.step.positions.tolist() == [0, 1, 2, 3, 4, 5, 0, 0, 1, 2, 3, 0, 1, 2]
+    assert batch.step.wanted.tolist() == [3, 4, 8, 9, 11, 12], "the token before each that is learned"
+    assert batch.targets.tolist() == [24, 25, 2, 3, 11, 12]
     labelled = Texts([4, 3, 6], "labels")
     labelled.values = np.array([-1, 5, -1, 6, 0, -1, -1, -1, -1, -1, -1, -1, 2])
-    batch = TextRows(labelled, np.arange(3), 8, 99, "labels").batch(np.array([1, 0]))
+    batch = TextRows(labelled, np.arange(3), 8, 99, "labels").batch(np.array([0, 1]))
     assert batch.step.wanted.tolist() == [5, 8, 10, 11] and batch.targets.tolist() == [2, 5, 6, 0]
 
 

@@ -1,5 +1,7 @@
 """What training takes, estimated from shapes: held against what autograd keeps, and what is refused by it."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,9 +11,11 @@ from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
 from kvad.train import objective
 from kvad.train.config import RunConfig
-from kvad.train.memory import LOGIT_BUDGET, require, training_bytes
+from kvad.train.memory import LOGIT_BUDGET, require, state_bytes, training_bytes
 from kvad.train.objective import Autocast
+from kvad.train.optim import Optimization
 from kvad.train.presets import PRESETS
+from kvad.train.speed import prepare
 from lab.models import CONFIGS
 
 ROWS, CONTEXT = 4, 64
@@ -81,15 +85,78 @@ def test_the_estimate_of_an_encoder_decoder_is_near_it_too(precision):
     assert kept / 1.25 <= estimate <= 1.1 * kept, (kept, estimate)
 
 
+@pytest.mark.parametrize("name", ["plain", "gated bias", "pattern", "t5"])
+def test_the_estimate_beside_frozen_weights_is_near_it_too(name):
+    from kvad.checkpoint.linears import targeted
+    from kvad.model.lora import adapt
+
+    model = Transformer(CONFIGS[name])
+    adapt(model, targeted(CONFIGS[name], ["q", "v"]), 2, 1.0)
+    kept = kept_bytes(model, "fp32")
+    logits = 16 * min(ROWS * CONTEXT * CONFIGS[name].vocab, LOGIT_BUDGET)
+    estimate = training_bytes(CONFIGS[name], RUN, 0, ROWS, learned=0) - 48 * ROWS * CONTEXT - logits
+    assert kept / 1.5 <= estimate <= 1.25 * kept
+
+
 def test_state_rows_and_copies_are_counted():
     config = CONFIGS["plain"]
     plain = training_bytes(config, RUN, 0, ROWS)
     assert training_bytes(config, RUN, 1000, ROWS) - plain == 16_000
+    frozen = training_bytes(config, RUN, 1000, ROWS, learned=10) - training_bytes(config, RUN, 0, ROWS, learned=0)
+    assert frozen == 4_000 + 120
     assert (
         training_bytes(config, RUN, 1000, ROWS, half=True) - training_bytes(config, RUN, 0, ROWS, half=True) == 18_000
     )
     more = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"accumulate": 3}})
     assert training_bytes(config, more, 0, ROWS) - plain == 2 * 48 * ROWS * CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("tables", "each", "beside"),
+    [
+        ({}, 16, 0),
+        ({"optim": {"name": "adafactor"}}, 8, 0),
+        ({"optim": {"name": "adafactor", "beta1": 0.9}}, 12, 0),
+        ({"optim": {"ema": 0.9}}, 20, 0),
+        ({"optim": {"average": 5, "average_every": 9}}, 36, 0),
+        ({"optim": {"name": "muon"}}, 12, 1),
+    ],
+)
+def test_what_an_optimizer_remembers_is_counted(tables, each, beside):
+    """Held against the tensors themselves, after a step: never more than there are, and most of them."""
+    run = RunConfig.from_dict({"data": {"context": CONTEXT}, **tables})
+    config = CONFIGS["plain"]
+    assert state_bytes(config, run, 1000) == each * 1000 + beside * 4 * config.vocab * config.width
+    model = Transformer(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimization = Optimization(model, run.optim, run.train)
+    for step in range(1 if "average" not in tables.get("optim", {}) else 45):
+        optimization.begin(step, 0.0)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimization.step(optimization.norm())
+    held = sum(tensor.nbytes for name, tensor in optimization.tensors().items() if not name.startswith("raw."))
+    held += 8 * parameters  # weights and gradients
+    assert 0.9 * held <= state_bytes(config, run, parameters) <= held
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_estimate_of_a_recomputed_pass_is_near_what_autograd_keeps(name):
+    """Of the forward pass: the inputs of layers.  What one layer takes beside them is the plain estimate's."""
+    config = CONFIGS[name]
+    run = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": ROWS, "recompute": True}})
+    plain = training_bytes(config, RUN, 0, ROWS)
+    again = training_bytes(config, run, 0, ROWS)
+    layers = config.decoder.layers
+    assert again < plain
+    if len(config.decoder.kinds) == 1:
+        one = dataclasses.replace(config, decoder=dataclasses.replace(config.decoder, layers=1))
+        stream = 4 * ROWS * CONTEXT * config.width
+        assert again - layers * stream == training_bytes(one, RUN, 0, ROWS)
+    model = Transformer(config).train()
+    prepare(model, run.train)
+    kept = kept_bytes(model, "fp32")
+    assert layers * 4 * ROWS * CONTEXT * config.width <= kept < kept_bytes(Transformer(config), "fp32")
 
 
 def test_the_budget_is_the_objectives():

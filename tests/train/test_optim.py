@@ -7,7 +7,8 @@ import torch
 
 from kvad.errors import CheckpointError
 from kvad.train.config import OptimConfig, TrainConfig
-from kvad.train.optim import Optimization, decays, learning_rate
+from kvad.train.optim import Optimization, decays
+from kvad.train.schedules import learning_rate
 from models import build, model_config
 
 
@@ -17,7 +18,7 @@ def test_matrices_and_embeddings_decay_and_nothing_else():
     assert groups["decoder.layers.0.mixer.q.weight"] and groups["embed.tokens.weight"] and groups["head.weight"]
     kept = {name for name, decay in groups.items() if not decay}
     assert {"decoder.relative.L", "head.bias", "decoder.norm.weight", "decoder.layers.0.mixer.sink_logits"} <= kept
-    optimizer = Optimization(model, OptimConfig(weight_decay=0.25), TrainConfig()).optimizer
+    (optimizer,) = Optimization(model, OptimConfig(weight_decay=0.25), TrainConfig()).optimizers
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     assert sizes == [sum(groups.values()), len(kept)]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
@@ -51,7 +52,7 @@ def test_moments_come_back_by_name_into_memory_of_their_own():
         torch.manual_seed(seed)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
-        optimization.step()
+        optimization.step(1.0)
 
     def optimization_of(model):
         return Optimization(model, OptimConfig(), TrainConfig())

@@ -10,10 +10,8 @@ from kvad.errors import ConfigError, DataError
 from kvad.model.fresh import Fresh
 from kvad.ops.attend import Reading, attend
 from kvad.step import Mark, Reach, Score
-from kvad.train import packing
 from kvad.train.config import RunConfig
 from kvad.train.objective import Autocast, backward
-from kvad.train.packing import first_fit
 from kvad.train.pair_data import PairData, PairRows
 from kvad.train.presets import PRESETS
 from models import build
@@ -75,37 +73,6 @@ def model():
         return dataclasses.replace(stack, kinds={"L": dataclasses.replace(layer, mixer=mixer, cross=cross, mlp=mlp)})
 
     return build(dataclasses.replace(tiny, width=16, encoder=smaller(tiny.encoder), decoder=smaller(tiny.decoder)))
-
-
-# ---------------------------------------------------------------- first fit
-
-
-def test_the_worked_example_of_first_fit():
-    assert first_fit(np.array([3, 4, 4, 5]), np.array([4, 5, 3, 2]), 8).tolist() == [0, 1, 0, 2]
-
-
-def test_first_fit_is_first_fit_and_never_overfull(monkeypatch):
-    random = np.random.default_rng(0)
-    sources, targets = random.integers(1, 33, (2, 400))
-    for open_rows in (256, 5, 1):
-        monkeypatch.setattr(packing, "OPEN_ROWS", open_rows)
-        rows = first_fit(sources, targets, 32)
-        assert sorted(set(rows)) == list(range(rows.max() + 1)), "no row is empty"
-        for side in (sources, targets):
-            assert np.bincount(rows, side).max() <= 32
-        taken = np.zeros((2, 500), int)
-        for pair, row in enumerate(rows):  # the plain definition
-            opened = rows[:pair].max(initial=-1) + 1
-            candidates = [
-                r for r in range(max(0, opened - open_rows), opened)
-                if taken[0, r] + sources[pair] <= 32 and taken[1, r] + targets[pair] <= 32
-            ]  # fmt: skip
-            assert row == (candidates[0] if candidates else opened)
-            taken[:, row] += sources[pair], targets[pair]
-
-
-def test_nothing_is_packed_into_nothing():
-    assert len(first_fit(np.empty(0, int), np.empty(0, int), 8)) == 0
 
 
 # ---------------------------------------------------------------- rows
@@ -176,7 +143,7 @@ def gradient(model, batches):
 def test_packed_gradients_are_those_of_pairs_alone(model):
     rows = packed(SMALL)
     alone = [PairRows(SMALL, np.array([pair]), 12, PAD).batch(np.array([0])) for pair in range(6)]
-    assert not any((batch.step.documents < 0).any() for batch in alone), "no padding, and one pair: nothing is masked"
+    assert all(batch.step.documents is None for batch in alone), "no padding, and one pair: nothing is masked"
     loss, expected = gradient(model, alone)
     together = rows.batch(np.arange(len(rows)))
     assert (together.step.documents < 0).any() and (together.step.source.documents < 0).any()

@@ -1,6 +1,5 @@
 """Training on pairs from files to translations: it learns, the cache says what training meant, and it resumes."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -15,7 +14,7 @@ from kvad.checkpoint.open import load_model
 from kvad.cli.main import main
 from kvad.errors import ConfigError, DataError, UsageError
 from kvad.text.tokenizer import train_tokenizer
-from kvad.train.config import ObjectiveConfig, RunConfig
+from kvad.train.config import RunConfig
 from kvad.train.initial import initialise
 from kvad.train.job import resume, stored_run, train
 from kvad.train.metrics import read_metrics
@@ -165,14 +164,9 @@ def test_parallel_files_with_files_held_out(tmp_path, pair_config, listener):
         resume(out)
 
 
-def test_a_documents_model_takes_no_pairs_and_an_encoder_neither(reversals, tmp_path, run_config, pair_config):
+def test_a_documents_model_takes_no_pairs(reversals, tmp_path, run_config, pair_config):
     with pytest.raises(UsageError, match=r"pairs are for an encoder-decoder.*--preset transformer-tiny"):
         train(run_config(), PairPaths(((reversals,),)), tmp_path / "run")
-    encoder = {"width": 32, "encoder": {"layers": 1, "kinds": {"L": {"mixer": {"heads": 2, "causal": False},
-               "mlp": {"kind": "plain", "hidden": 8}}}}}  # fmt: skip
-    pairs = dataclasses.replace(pair_config(model=encoder), objective=ObjectiveConfig("seq2seq"))
-    with pytest.raises(ConfigError, match="seq2seq needs an encoder-decoder, and this model is an encoder"):
-        train(pairs, [reversals], tmp_path / "run")
     with pytest.raises(ConfigError, match=r"data\.suffixes"):
         train(pair_config(data={"suffixes": [".tsv"]}), [reversals], tmp_path / "run")
     train_tokenizer("byte", []).save(tmp_path / "mute")

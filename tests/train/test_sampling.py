@@ -12,7 +12,7 @@ from kvad.train.objective import Autocast, NextToken, backward
 from kvad.train.presets import PRESETS
 from kvad.train.sampling import SampledPairs, Sampling, share_of
 from models import build
-from tests.train.test_pair_data import PAD, SMALL, VOCAB
+from tests.train.test_pair_data import PAD, SMALL, VOCAB, Pairs
 
 EXACT = Autocast("fp32", "cpu")
 
@@ -88,6 +88,14 @@ def test_nothing_drawn_is_teacher_forcing_and_so_is_what_it_is_judged_by(model):
     assert Sampling(model, EXACT).backward(batch, 7) == NextToken(model, EXACT).backward(batch, 7)
     (batch,) = data.micro_batches(100)
     assert Sampling(model, EXACT).loss_of([batch]) == NextToken(model, EXACT).loss_of([batch])
+
+
+def test_rows_of_one_pair_without_padding_are_drawn_too():
+    """Their step names no documents: nobody else is there."""
+    store = Pairs(*[(3, 4)] * 5)
+    content = {**configured(1.0).to_dict(), "data": {"context": 5, "validation": 0.2}}
+    (batch,) = SampledPairs(store, RunConfig.from_dict(content), 1, PAD).micro_batches(100)
+    assert len(batch.mixed) == 2 * 4, "all of two rows but the first of each"
 
 
 def test_somebody_must_say_over_how_many_steps():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvad.checkpoint.families import encoders
-from kvad.checkpoint.families.common import ACTIVATIONS
+from kvad.checkpoint.families.common import ACTIVATIONS, dropout_of
 from kvad.checkpoint.hf import Family, Fields, Rule, rule
 from kvad.config import (
     Attention,
@@ -55,6 +55,7 @@ def read(fields: Fields) -> ModelConfig:
         embed=Embedding(LearnedPositions(limit), norm=norm, segments=fields.integer("type_vocab_size", default=2)),
         head=encoders.task(fields, heads),
         tie=fields.flag("tie_word_embeddings", True),
+        dropout=dropout_of(fields, **encoders.DROPOUT),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvad.checkpoint.hf import Fields
 from kvad.config import (
+    Dropout,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -23,6 +24,8 @@ __all__ = [
     "ACTIVATIONS",
     "FAIRSEQ_LAYER",
     "cannot_express",
+    "dropout_fields",
+    "dropout_of",
     "one_kind",
     "optional",
     "rope",
@@ -61,6 +64,20 @@ FAIRSEQ_LAYER = {  # ours -> theirs, of a decoder's layer in fairseq's names
 def their_activation(ours: str) -> str:
     """The name that transformers knows it by."""
     return _BACK.get(ours, ours)
+
+
+def dropout_of(fields: Fields, **names: str) -> Dropout:
+    """What training drops, by the names that a class has for it; a file that does not say drops nothing."""
+    shares = {ours: fields.number(theirs, default=0.0) for ours, theirs in names.items()}
+    for ours, share in shares.items():
+        if not 0 <= share < 1:
+            raise CheckpointError(f"{fields.where}: {names[ours]}: expected a share below 1, found {share}")
+    return Dropout(**shares)
+
+
+def dropout_fields(config: ModelConfig, **names: str) -> dict[str, Any]:
+    """The inverse of :func:`dropout_of`; of two of ours that are one of theirs the last is said."""
+    return {theirs: getattr(config.dropout, ours) for ours, theirs in names.items()}
 
 
 def rope(fields: Fields, *, limit: int, layer_type: str | None = None, **changes: Any) -> Rope:

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import one_kind, their_activation
+from kvad.checkpoint.families.common import dropout_fields, one_kind, their_activation
 from kvad.checkpoint.hf import Fields, Rule, Way, rule, rules_under
 from kvad.config import Classes, Head, ModelConfig, Pooled, Transform
 from kvad.errors import CheckpointError
 
 __all__ = [
     "BERT_LAYER",
+    "DROPOUT",
     "LEGACY_NORMS",
     "POOLER",
     "Task",
@@ -41,6 +42,11 @@ __all__ = [
 ]
 
 Task = Head | Classes | Pooled
+DROPOUT = {  # theirs of a task's head is not known here
+    "embedding": "hidden_dropout_prob",
+    "residual": "hidden_dropout_prob",
+    "attention": "attention_probs_dropout_prob",
+}
 POOLER = Pooled("first", transform=Transform("tanh"))
 
 BERT_LAYER = {
@@ -146,6 +152,7 @@ def bert_fields(config: ModelConfig, model_type: str, stem: str) -> dict[str, An
         "add_cross_attention": False,
         "position_embedding_type": "absolute",
         "tie_word_embeddings": config.tie,
+        **dropout_fields(config, **DROPOUT),
         **({"add_pooling_layer": False} if isinstance(config.head, Pooled) and not config.head.transform else {}),
     }
 

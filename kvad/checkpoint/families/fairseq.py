@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.families.common import ACTIVATIONS, one_kind, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, dropout_fields, dropout_of, one_kind, their_activation
 from kvad.checkpoint.hf import Family, Fields, Rule, Way, rule, rules_under
 from kvad.config import (
     Attention,
@@ -52,6 +52,12 @@ _LAYER = {
     "mlp.up": "fc1",
     "mlp.down": "fc2",
     "norm2": "final_layer_norm",
+}
+_DROPOUT = {
+    "embedding": "dropout",
+    "residual": "dropout",
+    "attention": "attention_dropout",
+    "hidden": "activation_dropout",
 }
 _SIDES = {"encoder": "source", "decoder": "embed"}  # their side -> our embedding
 
@@ -111,6 +117,7 @@ class Skeleton:
             source=Source(limit, embed, vocab if apart else None),
             head=Head(bias=self.head_bias),
             tie=fields.flag("tie_word_embeddings", True),
+            dropout=dropout_of(fields, **_DROPOUT),
         )
 
     def _refuse(self, fields: Fields) -> None:
@@ -159,6 +166,7 @@ class Skeleton:
             "scale_embedding": config.embed.scale != 1.0,
             "tie_word_embeddings": config.tie,
             **self._sides(config.encoder, config.decoder),
+            **dropout_fields(config, **_DROPOUT),
         }
         if self.two_vocabularies:
             fields |= {"decoder_vocab_size": config.vocab, "share_encoder_decoder_embeddings": not config.source.vocab}

@@ -7,12 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, cannot_express, their_activation
+from kvad.checkpoint.families.common import ACTIVATIONS, cannot_express, dropout_fields, dropout_of, their_activation
 from kvad.checkpoint.hf import STACKED_COLUMNS, TRANSPOSED, Family, Fields, Rule, rule, rules_under
 from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
 from kvad.errors import CheckpointError
 
 __all__ = ["FAMILY", "layer_rules"]
+
+
+_DROPOUT = {"embedding": "embd_pdrop", "residual": "resid_pdrop", "attention": "attn_pdrop"}
 
 
 def read(fields: Fields) -> ModelConfig:
@@ -43,6 +46,7 @@ def read(fields: Fields) -> ModelConfig:
         decoder=stack,
         embed=Embedding(LearnedPositions(limit)),
         tie=fields.flag("tie_word_embeddings", True),
+        dropout=dropout_of(fields, **_DROPOUT),
     )
 
 
@@ -97,6 +101,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "scale_attn_weights": mixer.scale == "default" or mixer.scale != 1.0,
         "scale_attn_by_inverse_layer_idx": by_depth,
         "tie_word_embeddings": config.tie,
+        **dropout_fields(config, **_DROPOUT),
     }
 
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, rope_fields, rotary, their_activation
+from kvad.checkpoint.families.common import (
+    ACTIVATIONS,
+    dropout_fields,
+    dropout_of,
+    rope_fields,
+    rotary,
+    their_activation,
+)
 from kvad.checkpoint.families.decoders import (
     LAYER,
     attention,
@@ -34,6 +41,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "granite": {"max_position_embeddings": 2048},
 }
+_DROPOUT = {"attention": "attention_dropout"}
 _CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "granite": "GraniteForCausalLM"}
 
 
@@ -53,12 +61,14 @@ def read(fields: Fields) -> ModelConfig:
     activation = fields.choice("hidden_act", ACTIVATIONS, "silu")
     mlp = Gated(fields.integer("intermediate_size"), activation, biased and fields.flag("mlp_bias"))
     kinds, pattern = {"L": Layer(mixer, mlp, rms(fields))}, "L" * fields.integer("num_hidden_layers")
+    dropout = dropout_of(fields, **_DROPOUT)
     if name != "granite":
-        return make(fields, stack(kinds, pattern))
+        return make(fields, stack(kinds, pattern), dropout=dropout)
     return make(
         fields,
         stack(kinds, pattern, residual=fields.number("residual_multiplier", default=1.0)),
         embed=Embedding(scale=fields.number("embedding_multiplier", default=1.0)),
+        dropout=dropout,
         head=Head(scale=1 / fields.number("logits_scaling", default=1.0)),
     )
 
@@ -70,6 +80,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "hidden_act": their_activation(layer.mlp.activation),
         "rms_norm_eps": layer.norm.eps,
         **rope_fields(rotary(layer.mixer.position, name)),
+        **dropout_fields(config, **_DROPOUT),
     }
     if name == "mistral":
         out |= {"sliding_window": layer.mixer.window}

@@ -1,0 +1,117 @@
+"""An optimizer step of a run file's model, by optimizer and by how its activations are kept: the same rows, by turns.
+
+    OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python bench/training_step.py runs/shakespeare-char-cpu.toml
+    python bench/training_step.py runs/shakespeare-char-cpu.toml --clock wall --repeats 20
+
+Random tokens: what is computed does not depend on them.  One JSON line: medians in milliseconds, of the processor's
+clock unless told otherwise (on a busy machine believe that one, with one thread); ``update`` is the optimizer's part
+of the step.  ``kept``: bytes that autograd holds after a forward pass, beside the parameters; recomputed, a layer's own
+come back one layer at a time.  ``state``: bytes that the optimizer remembers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kvad.lab.bench import commit, machine
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.step import Lane, Step
+from kvad.train.config import OptimConfig, RunConfig, TrainConfig
+from kvad.train.data import Batch
+from kvad.train.objective import Autocast, NextToken
+from kvad.train.optim import Optimization
+from kvad.train.speed import prepare
+
+CASES: dict[str, tuple[dict[str, str], bool]] = {
+    "adamw": ({}, False),
+    "adafactor": ({"name": "adafactor"}, False),
+    "muon": ({"name": "muon"}, False),
+    "adamw, recomputed": ({}, True),
+}
+
+
+def rows(run: RunConfig, vocab: int) -> Batch:
+    count, length = run.train.batch, run.data.context
+    tokens = torch.randint(vocab, (count * length,))
+    positions = torch.arange(length).repeat(count)
+    every, documents = torch.arange(count * length), torch.zeros_like(positions)
+    step = Step(tokens, positions, (Lane(count, length, length),), every, documents=documents)
+    return Batch(step, torch.randint(vocab, (count * length,)))
+
+
+class Case:
+    """One model, its optimizer, and the times of its steps."""
+
+    def __init__(self, run: RunConfig, vocab: int, optim: dict[str, str], recompute: bool) -> None:
+        torch.manual_seed(0)
+        train = TrainConfig(steps=1000, recompute=recompute)
+        self.model = Transformer(run.resolve(vocab)).train()
+        prepare(self.model, train)
+        self.objective = NextToken(self.model, Autocast("fp32", "cpu"))
+        self.optimization = Optimization(self.model, OptimConfig(**optim), train)  # type: ignore[arg-type]
+        self.steps: list[float] = []
+        self.updates: list[float] = []
+
+    def step(self, batch: Batch, clock: Callable[[], float]) -> None:
+        began = clock()
+        self.optimization.begin(len(self.steps), 0.0)
+        self.objective.backward(batch, len(batch.targets))
+        middle = clock()
+        self.optimization.step(self.optimization.norm())
+        ended = clock()
+        self.steps.append(1e3 * (ended - began))
+        self.updates.append(1e3 * (ended - middle))
+
+    def kept(self, batch: Batch) -> int:
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        held = {}
+
+        def hold(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                held[storage.data_ptr()] = storage  # kept alive: an address is one storage's
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            self.model(batch.step, Fresh(self.model.config))
+        return sum(storage.nbytes() for storage in held.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--vocab", type=int, default=66)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--clock", choices=["cpu", "wall"], default="cpu")
+    asked = parser.parse_args()
+    run = RunConfig.load(asked.run)
+    clock = time.process_time if asked.clock == "cpu" else time.perf_counter
+    cases = {name: Case(run, asked.vocab, *case) for name, case in CASES.items()}
+    batch = rows(run, asked.vocab)
+    for _ in range(asked.repeats + 2):
+        for case in cases.values():
+            case.step(batch, clock)
+    found = {
+        name: {
+            "step_ms": round(statistics.median(case.steps[2:]), 2),
+            "update_ms": round(statistics.median(case.updates[2:]), 2),
+            "kept": case.kept(batch),
+            "state": sum(tensor.nbytes for tensor in case.optimization.tensors().values()),
+        }
+        for name, case in cases.items()
+    }
+    parameters = sum(p.numel() for p in cases["adamw"].model.parameters())
+    said = {"run": asked.run.name, "parameters": parameters, "clock": asked.clock, "repeats": asked.repeats}
+    print(json.dumps({**said, "threads": torch.get_num_threads(), **found, "commit": commit(), "machine": machine()}))
+
+
+if __name__ == "__main__":
+    main()

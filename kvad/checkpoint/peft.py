@@ -1,0 +1,330 @@
+"""Adapters under PEFT's names, both ways: which of our linear parts is which module of theirs, and what to store.
+
+PEFT keeps two matrices per adapted module, ``base_model.model.MODULE.lora_A.weight`` [r, in] and ``.lora_B.weight``
+[out, r], and says in ``adapter_config.json`` what they add: alpha / r times B A (``use_rslora``: alpha / sqrt(r)).
+MODULE is a name of the model's own class, which a family's rules give.  Three cases:
+
+* One of our parts is one module: the matrices are ours.  GPT-2's Conv1D, which stores its weight [in, out], too: PEFT
+  turns the product there (``fan_in_fan_out``).
+* Several of our parts are one module (GPT-2's ``c_attn`` = q, k, v): adapters of rank r each are *one* of rank R, the
+  sum of theirs: A is theirs one behind the other, B has a block for each, and zeros, its rows in the module's own order
+  (Falcon's by group).  alpha R / r is its alpha.  Exact, and what PEFT made of such a module is read as one A that the
+  parts share.
+* No rule, or one that is more than an order of rows (matrices of experts): refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvad.cache.weights import weight_shapes
+from kvad.checkpoint.hf import Family, expand
+from kvad.checkpoint.linears import mergeable
+from kvad.config import ModelConfig
+from kvad.errors import CheckpointError
+from kvad.model.lora import Factors
+
+__all__ = ["Site", "Sites", "check_config", "own_sites", "read_factors", "sites", "write_config", "write_factors"]
+
+PREFIX = "base_model.model."
+ENDS = (".lora_A.weight", ".lora_B.weight")
+TASKS = {"decoder": "CAUSAL_LM", "encoder-decoder": "SEQ_2_SEQ_LM", "encoder": None}
+
+# Fields of adapter_config.json that say nothing about what the matrices add, or that the tensors say themselves.
+SILENT = (
+    *("peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "fan_in_fan_out"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "auto_mapping"),
+    *("runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "init_lora_weights"),
+    *("megatron_core", "qalora_group_size", "ensure_weight_tying"),
+)
+
+
+class Site(NamedTuple):
+    """A module of theirs.
+
+    ``ours``: the parts that it is, in its order; ``rows``: which row of ours, one part behind the other, each of its
+    rows is (None: the same); ``turned``: it stores its weight [in, out]."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    rows: Tensor | None
+    turned: bool
+
+
+class Sites(NamedTuple):
+    """``known``: what PEFT can adapt of a model; ``modules``: all modules with weights, adapted or not; ``refused``:
+    parts of ours -> the module that has no adapters of PEFT's; ``prefix``: of their base model."""
+
+    known: tuple[Site, ...]
+    modules: tuple[str, ...]
+    refused: Mapping[str, str]
+    prefix: str
+
+
+def sites(family: Family, config: ModelConfig) -> Sites:
+    """Of a model of this family."""
+    parts = mergeable(config)
+    known, modules, refused = list[Site](), list[str](), dict[str, str]()
+    for each in expand(family.rules(config), weight_shapes(config)):
+        names = [name.removesuffix(".weight") for name in each.ours]
+        modules += [name.removesuffix(".weight") for name in each.theirs if name.endswith(".weight")]
+        if not all(name in parts and f"{name}.weight" == whole for name, whole in zip(names, each.ours, strict=True)):
+            continue
+        theirs = each.theirs[0].removesuffix(".weight")
+        found = _order([parts[name][0] for name in names], each.way.write) if len(each.theirs) == 1 else None
+        if found is None:
+            refused |= dict.fromkeys(names, theirs)
+        else:
+            known.append(Site(theirs, tuple(names), *found))
+    return Sites(tuple(known), tuple(modules), refused, family.prefix)
+
+
+def own_sites(config: ModelConfig) -> Sites:
+    """Of a model that has kvad's names alone."""
+    names = list(mergeable(config))
+    modules = [name.removesuffix(".weight") for name in weight_shapes(config) if name.endswith(".weight")]
+    return Sites(tuple(Site(name, (name,), None, False) for name in names), tuple(modules), {}, "")
+
+
+def _order(outs: Sequence[int], write: Any) -> tuple[Tensor | None, bool] | None:
+    """Where a way puts rows that are numbered, and whether it turns them; None where it does more than that."""
+    total = sum(outs)
+    columns = 2 if total != 2 else 3  # never square, so that what is turned shows
+    numbered = torch.arange(total).unsqueeze(1).expand(total, columns).contiguous()
+    try:
+        made = list(write(list(numbered.split(list(outs))), [(out, columns) for out in outs]))
+    except (RuntimeError, IndexError, ValueError):
+        return None
+    if len(made) != 1 or tuple(made[0].shape) not in ((total, columns), (columns, total)):
+        return None
+    turned = made[0].shape[0] != total
+    rows = (made[0].t() if turned else made[0])[:, 0]
+    if not torch.equal(rows.sort().values, torch.arange(total)):
+        return None
+    return (None if torch.equal(rows, torch.arange(total)) else rows), turned
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_factors(
+    sites: Sites, shapes: Mapping[str, tuple[int, int]], factors: Mapping[str, Factors]
+) -> tuple[dict[str, Tensor], dict[str, tuple[int, float]]]:
+    """Tensors by PEFT's names, and of every adapted module its rank and scale.
+
+    ``shapes``: [out, in] of our parts.  CheckpointError names a part that PEFT cannot adapt.
+    """
+    left = [name for name in factors if name in sites.refused]
+    if left:
+        raise CheckpointError(
+            f"PEFT's layout has no adapter for {sites.refused[left[0]]}, which is {left[0]} here",
+            "leave it out of lora.targets",
+        )
+    tensors: dict[str, Tensor] = {}
+    modules: dict[str, tuple[int, float]] = {}
+    for site in sites.known:
+        if not any(name in factors for name in site.ours):
+            continue
+        a, b, scale = _joined([factors.get(name) for name in site.ours], [shapes[name][0] for name in site.ours])
+        tensors[f"{PREFIX}{site.theirs}{ENDS[0]}"] = a
+        tensors[f"{PREFIX}{site.theirs}{ENDS[1]}"] = b if site.rows is None else b[site.rows]
+        modules[site.theirs] = a.shape[0], scale
+    return tensors, modules
+
+
+def _joined(parts: Sequence[Factors | None], outs: Sequence[int]) -> Factors:
+    """One adapter [sum of outs, in] of the parts' (None: nothing is added to it): of one A, if they share it."""
+    there = [part for part in parts if part is not None]
+    first = there[0]
+    assert all(part.scale == first.scale for part in there), "the parts of a module are scaled alike"
+    shared = all(torch.equal(part.a, first.a) for part in there)
+    a = first.a if shared else torch.cat([part.a for part in there])
+    b = first.b.new_zeros(sum(outs), a.shape[0])
+    row = column = 0
+    for part, out in zip(parts, outs, strict=True):
+        if part is not None:
+            rank = part.a.shape[0]
+            at = 0 if shared else column
+            b[row : row + out, at : at + rank] = part.b
+            column += rank
+        row += out
+    return Factors(a, b, first.scale)
+
+
+def write_config(
+    sites: Sites,
+    modules: Mapping[str, tuple[int, float]],
+    *,
+    kind: str,
+    base: str,
+    rank: int,
+    alpha: float,
+    rslora: bool,
+    dropout: float,
+) -> dict[str, Any]:
+    """``adapter_config.json``: ``modules`` as :func:`write_factors` gives them.
+
+    ``rank`` and ``alpha`` are said once, and of each module that has others (a fused one)."""
+    turned = {site.theirs: site.turned for site in sites.known}
+    ranks, alphas = {}, {}
+    for name, (r, scale) in modules.items():
+        its_alpha = scale * (math.sqrt(r) if rslora else r)
+        if r != rank:
+            ranks[name] = r
+        if not math.isclose(its_alpha, alpha, rel_tol=1e-12):
+            alphas[name] = its_alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": TASKS[kind],
+        "base_model_name_or_path": base,
+        "revision": None,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": dropout,
+        "use_rslora": rslora,
+        "target_modules": _suffixes(modules, sites.modules),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "fan_in_fan_out": any(turned[name] for name in modules),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+
+
+def _suffixes(chosen: Iterable[str], every: Sequence[str]) -> list[str]:
+    """The shortest ends of names that all of ``chosen`` have and none of the others: PEFT compares ends."""
+    chosen = set(chosen)
+    others = [name for name in every if name not in chosen]
+    ends: set[str] = set()
+    for name in chosen:
+        words = name.split(".")
+        for count in range(1, len(words) + 1):
+            end = ".".join(words[-count:])
+            if not any(other == end or other.endswith(f".{end}") for other in others):
+                ends.add(end)
+                break
+        else:
+            ends.add(name)
+    return sorted(ends)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def check_config(content: Mapping[str, Any], where: str) -> None:
+    """CheckpointError for an adapter that is more than two matrices per module: nothing is left out in silence."""
+
+    def refuse(what: str, hint: str = "merge it into its base with peft: merge_and_unload()") -> None:
+        raise CheckpointError(f"{where}: {what} is not supported", hint)
+
+    if content.get("peft_type") != "LORA":
+        refuse(f"peft_type {content.get('peft_type')!r}", "kvad reads LoRA adapters")
+    if content.get("bias", "none") != "none":
+        refuse(f"bias {content['bias']!r}: biases that were trained")
+    start = content.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower() not in ("gaussian", "eva", "orthogonal", "lora_ga"):
+        refuse(f"init_lora_weights {start!r}: the base's weights were changed, too")
+    if content.get("lora_ga_config") or start == "lora_ga":
+        refuse("init_lora_weights 'lora_ga': the base's weights were changed, too")
+    for name, value in content.items():
+        if name not in SILENT and value not in (None, False, [], {}, ""):
+            refuse(f"{name} {value!r}")
+    for name, kind in (("r", int), ("lora_alpha", (int, float))):
+        value = content.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool) or not value > 0:
+            raise CheckpointError(f"{where}: {name}: expected a number above 0, found {value!r}")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(content.get(name) or {}, Mapping):
+            raise CheckpointError(f"{where}: {name}: expected an object, found {content[name]!r}")
+
+
+def read_factors(
+    sites: Sites,
+    shapes: Mapping[str, tuple[int, int]],
+    found: Mapping[str, Tensor],
+    content: Mapping[str, Any],
+    where: str,
+    targets: Iterable[str] | None = None,
+) -> dict[str, Factors]:
+    """What a file of PEFT's adds to our parts.
+
+    ``targets``: the parts that were adapted, of a file that kvad wrote: a fused module's adapter comes apart again.
+    CheckpointError for a tensor that belongs to no part, and for another shape than the model's.
+    """
+    factors: dict[str, Factors] = {}
+    by_name = {spelled: site for site in sites.known for spelled in _spellings(site.theirs, sites.prefix)}
+    for module in dict.fromkeys(_module(name, where) for name in found):
+        site = by_name.get(module)
+        if site is None:
+            raise CheckpointError(
+                f"{where}: {module} is no part of this model that can be adapted", "is it another base's?"
+            )
+        pair = [found.get(f"{PREFIX}{module}{end}") for end in ENDS]
+        if pair[0] is None or pair[1] is None:
+            raise CheckpointError(f"{where}: tensor {module}{ENDS[pair[1] is None]} is missing")
+        a, b = pair[0], pair[1]
+        outs, width = [shapes[name][0] for name in site.ours], shapes[site.ours[0]][1]
+        if a.dim() != 2 or b.dim() != 2 or (b.shape[0], *a.shape[::-1]) != (sum(outs), width, b.shape[1]):
+            sizes = f"A {list(a.shape)} and B {list(b.shape)}"
+            raise CheckpointError(
+                f"{where}: {module}: {sizes} do not fit the model's [{sum(outs)}, {width}]",
+                "the adapter belongs to another base",
+            )
+        scale = _scale(module, a.shape[0], content, where)
+        if site.rows is not None:
+            b = torch.empty_like(b).index_copy_(0, site.rows, b)
+        factors |= _apart(site.ours, outs, Factors(a, b, scale), None if targets is None else set(targets))
+    return factors
+
+
+def _apart(ours: Sequence[str], outs: Sequence[int], joined: Factors, targets: set[str] | None) -> dict[str, Factors]:
+    """The reverse of :func:`_joined`; parts that nothing is added to are left out."""
+    kept = [name for name in ours if targets is None or name in targets]
+    rows = dict(zip(ours, joined.b.split(list(outs)), strict=True))
+    rank, cut = joined.a.shape[0], targets is not None and len(kept) > 1
+    if not cut:
+        return {name: Factors(joined.a, rows[name], joined.scale) for name in kept}
+    each = rank // len(kept)
+    spans = {name: slice(i * each, (i + 1) * each) for i, name in enumerate(kept)}
+    return {name: Factors(joined.a[span], rows[name][:, span], joined.scale) for name, span in spans.items()}
+
+
+def _module(name: str, where: str) -> str:
+    for end in ENDS:
+        if name.startswith(PREFIX) and name.endswith(end):
+            return name.removeprefix(PREFIX).removesuffix(end)
+    raise CheckpointError(f"{where}: tensor {name} is not supported", "kvad reads lora_A and lora_B of linear modules")
+
+
+def _spellings(theirs: str, prefix: str) -> tuple[str, ...]:
+    """An adapter may have been made for their base model, whose names lack the prefix, or for one with a head."""
+    return (theirs,) if not prefix else (theirs, theirs.removeprefix(prefix), prefix + theirs.removeprefix(prefix))
+
+
+def _scale(module: str, rank: int, content: Mapping[str, Any], where: str) -> float:
+    said = _of_pattern(module, content.get("rank_pattern") or {}, content["r"])
+    alpha = _of_pattern(module, content.get("alpha_pattern") or {}, content["lora_alpha"])
+    if said != rank:
+        raise CheckpointError(f"{where}: {module} has rank {rank}, its config says {said}")
+    return float(alpha / math.sqrt(rank) if content.get("use_rslora") else alpha / rank)
+
+
+def _of_pattern(module: str, pattern: Mapping[str, Any], usual: Any) -> Any:
+    """The first key that is the module's name, or its end after a dot; PEFT reads them as regular expressions."""
+    for key, value in pattern.items():
+        try:
+            hit = re.match(rf"(.*\.)?({key})$", module)
+        except re.error:
+            hit = None  # PEFT would fail here; what it cannot name, it does not say
+        if hit:
+            return value
+    return usual

@@ -1,0 +1,287 @@
+"""``kvad data prepare|check``: texts become tokens that many runs share; what packing promises is proved on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvad.cli.common import console, emit_json, json_option
+from kvad.errors import DataError, UsageError, counted
+
+if TYPE_CHECKING:
+    from kvad.model.transformer import Transformer
+    from kvad.text.tokenizer import Tokenizer
+    from kvad.train.check import Report
+    from kvad.train.config import RunConfig
+    from kvad.train.material import Named
+
+__all__ = ["data"]
+
+FORMATS = ("auto", "text", "lines", "jsonl", "pairs")
+TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
+SECONDS_BETWEEN_LINES = 10.0
+
+pairs_option = click.option(
+    "--pairs", multiple=True, type=TWO_PATHS, metavar="SOURCE TARGET", help="Two files; line n of one answers line n."
+)
+
+
+@click.group()
+def data() -> None:
+    """Prepare texts for training, and prove what packing promises.
+
+    \b
+    kvad data prepare corpus/ --out data/corpus --vocab-size 8192
+    kvad data check runs/mine.toml data/corpus
+    """
+
+
+@data.command()
+@click.argument("texts", metavar="[RUN.toml] IN...", nargs=-1, type=click.Path(path_type=Path))
+@pairs_option
+@click.option("--out", required=True, metavar="DIR", type=click.Path(path_type=Path), help="The folder to make.")
+@click.option("--format", "kind", type=click.Choice(FORMATS), help="How files are read.  [default: auto, by name]")
+@click.option("--field", help="Of JSON lines: the text's field.  [default: text]")
+@click.option("--source-field", help="Of pairs as JSON lines.  [default: source]")
+@click.option("--target-field", help="Of pairs as JSON lines.  [default: target]")
+@click.option("--suffix", "suffixes", multiple=True, metavar=".EXT", help="Which files of a folder.")
+@click.option("--errors", type=click.Choice(["strict", "replace"]), help="Bytes that are not UTF-8.  [default: strict]")
+@click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load.  [default: bpe]")
+@click.option("--vocab-size", type=int, help="Ceiling of the vocabulary.  [default: 4096]")
+@click.option("--overwrite", is_flag=True, help="Let prepared data that DIR holds give way.")
+@json_option
+def prepare(
+    texts: tuple[Path, ...],
+    pairs: tuple[tuple[Path, Path], ...],
+    out: Path,
+    kind: str | None,
+    tokenizer: str | None,
+    overwrite: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Turn texts into token shards and a tokenizer, once, for any number of runs.
+
+    IN are files and folders: plain text, JSON lines (.jsonl), compressed ones too (.gz, .zst), or pairs (--format
+    pairs: TSV, or two fields of JSON lines; --pairs: two parallel files).  A run file's [data] and [tokenizer] are used
+    where one is named first.  The folder appears whole or not at all.
+
+    \b
+    kvad data prepare corpus/ --out data/corpus --vocab-size 8192
+    kvad data prepare dump.jsonl.gz --field body --out data/dump --tokenizer runs/mine
+    kvad data prepare --pairs train.de train.en --out data/de-en --vocab-size 10000
+    kvad train runs/mine.toml data/corpus --out runs/mine
+    """
+    from kvad.train.material import Material
+    from kvad.train.prepared import check_free
+    from kvad.train.prepared import prepare as write
+
+    check_free(out, overwrite)
+
+    places = {"format": kind, **flags}
+    config, texts = _config(texts, places, tokenizer)
+    as_pairs = bool(pairs) or kind == "pairs" or config.data.format == "pairs" or _reads_pairs(config)
+    material = Material(config, _named(texts, pairs, as_pairs), lambda text: click.echo(text, err=True))
+    corpus = material.only()
+    began, meter = time.monotonic(), _Meter()
+    with meter:
+        made = material.make_tokenizer()
+        manifest = write(
+            config, corpus, made, out, overwrite=overwrite, progress=meter, tell=lambda t: click.echo(t, err=True)
+        )
+    seconds = time.monotonic() - began
+    if as_json:
+        kept = ("kind", "tokens", "documents", "vocab", "largest", "tokenizer", "dtype", "key")
+        emit_json({"out": out, "seconds": seconds, "shards": len(manifest["shards"]), **{k: manifest[k] for k in kept}})
+        return
+    count = manifest["documents"]
+    held = counted(count // 2, "pair") if manifest["kind"] == "pairs" else counted(count, "document")
+    click.echo(
+        f"{out}: {manifest['tokens']:,} tokens in {held}, {counted(len(manifest['shards']), 'shard')}, "
+        f"vocabulary {manifest['vocab']:,}, {seconds:.1f} s"
+    )
+
+
+@data.command()
+@click.argument("run", metavar="RUN_OR_CONFIG", type=click.Path(path_type=Path))
+@click.argument("texts", metavar="[DATA]...", nargs=-1, type=click.Path(path_type=Path))
+@pairs_option
+@click.option("--model", metavar="MODEL", help="Weights to check with.  [default: the run's, or fresh ones]")
+@click.option("--rows", type=click.IntRange(1), default=2, show_default=True, help="Rows of the batch.")
+@json_option
+def check(
+    run: Path,
+    texts: tuple[Path, ...],
+    pairs: tuple[tuple[Path, Path], ...],
+    model: str | None,
+    rows: int,
+    as_json: bool,
+) -> None:
+    """Prove on a real batch that documents do not see each other, and that packing changes no gradient.
+
+    RUN_OR_CONFIG is a run's folder or a run file; DATA what it is trained on (a run knows its own).  In float64: one
+    document is changed, and the logits of all others must stay as they are, to the last bit; the gradient of the packed
+    batch is that of its documents one by one.  Also: how full the rows are, and what one holds.  Exit code 1 when
+    something leaks, or prepared files are damaged.
+
+    \b
+    kvad data check runs/mine.toml corpus/
+    kvad data check runs/mine
+    """
+    import torch
+
+    from kvad.train.check import check_data
+    from kvad.train.material import Material, named_for
+    from kvad.train.objectives import fitting
+
+    torch.manual_seed(0)
+    config, named = _run(run, _named(texts, pairs, bool(pairs)))
+    config = fitting(config, config.resolve(vocab=1).kind)
+    if config.objective.kind not in ("next-token", "seq2seq"):
+        raise UsageError(f"objective.kind: {config.objective.kind} cannot be checked", "next-token and seq2seq can")
+    name = model or (str(run) if run.is_dir() else None)
+    named = named_for(config.objective.kind, named)
+    material = Material(config, named, lambda text: click.echo(text, err=True))
+    damaged = material.damaged()
+    tokenizer, checked = _model(name, config, material.make_tokenizer if name is None else None)
+    with tempfile.TemporaryDirectory() as folder:
+        material.open(Path(folder) / "data", tokenizer)
+        report = check_data(checked.to(torch.float64), material.checked(), tokenizer, rows)
+    wrong = (*(f"{path} is damaged: prepare it again" for path in damaged), *report.leaks)
+    if as_json:
+        emit_json({"ok": not wrong, "wrong": wrong, **dataclasses.asdict(report), "use": report.use._asdict()})
+    else:
+        _say(report, wrong)
+    if wrong:
+        click.get_current_context().exit(1)
+
+
+def _say(report: Report, wrong: Sequence[str]) -> None:
+    click.echo(f"packing     {report.use.told()}")
+    click.echo(f"the batch   {counted(report.rows, 'row')}, {counted(report.documents, 'document')}; the fullest row:")
+    for line in report.row:
+        click.echo(f"  | {line}")
+    for each in report.perturbed:
+        later = "" if report.isolate else f", of later ones {each.later:.3g} (data.isolate is off)"
+        click.echo(
+            f"isolation   document {each.document}, its {each.side} changed: max |dlogit| {each.own:.3g} of its own, "
+            f"{each.others:.3g} of {'all others' if report.isolate else 'earlier ones and other rows'}{later}"
+        )
+    if report.gradient is None:
+        click.echo("gradients   not compared: documents see each other (data.isolate is off)")
+    else:
+        click.echo(
+            f"gradients   packed against one by one: {report.gradient:.3g} of the largest (at most 1e-12); "
+            f"losses {report.loss_packed:.6f} and {report.loss_alone:.6f}"
+        )
+    for line in wrong:
+        click.echo(f"LEAK        {line}")
+    if not wrong:
+        click.echo("ok")
+
+
+class _Meter:
+    """Characters and tokens so far: one live line in a terminal, else a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._console = console()
+        self._status = self._console.status("reading") if self._console.is_terminal else None
+        self._began = self._told = time.monotonic()
+
+    def __enter__(self) -> None:
+        if self._status is not None:
+            self._status.start()
+
+    def __exit__(self, *_error: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def __call__(self, chars: int, tokens: int) -> None:
+        now = time.monotonic()
+        said = (
+            f"{chars / 1e6:,.1f} M characters, {tokens:,} tokens, {tokens / max(now - self._began, 1e-9):,.0f} a second"
+        )
+        if self._status is not None:
+            self._status.update(said)
+        elif now - self._told >= SECONDS_BETWEEN_LINES:
+            self._told = now
+            click.echo(said, err=True)
+
+
+def _config(
+    texts: tuple[Path, ...], flags: dict[str, Any], tokenizer: str | None
+) -> tuple[RunConfig, tuple[Path, ...]]:
+    """The run file that stands first, with the flags put in, and the texts behind it."""
+    from kvad.text.tokenizer import KINDS
+    from kvad.train.config import RunConfig, read_toml
+
+    tables: dict[str, Any] = {}
+    if texts and texts[0].suffix == ".toml":
+        tables, texts = read_toml(texts[0]), texts[1:]
+    wanted = {name: value for name, value in flags.items() if value not in (None, ())}
+    sizes = {"vocab_size": wanted.pop("vocab_size")} if "vocab_size" in wanted else {}
+    if tokenizer is not None:
+        sizes["kind" if tokenizer in KINDS else "path"] = tokenizer
+    made = {name: list(value) if isinstance(value, tuple) else value for name, value in wanted.items()}
+    for name, more in (("data", made), ("tokenizer", sizes)):
+        if isinstance(tables.get(name, {}), dict):  # what is no table is refused by RunConfig, by name
+            tables[name] = {**tables.get(name, {}), **more}
+    config = RunConfig.from_dict(tables)
+    if config.data.sources:
+        raise UsageError("data.sources is a mixture, and one source is prepared at a time", "name its paths instead")
+    if config.data.order == "stream":
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, order="epochs"))
+    return config, texts
+
+
+def _reads_pairs(config: RunConfig) -> bool:
+    return bool(config.model) and config.resolve(vocab=1).kind == "encoder-decoder"
+
+
+def _named(texts: Sequence[Path], pairs: Sequence[tuple[Path, Path]], as_pairs: bool) -> Named:
+    from kvad.train.pairs import PairPaths
+
+    return PairPaths((*((path,) for path in texts), *pairs)) if as_pairs else texts
+
+
+def _run(run: Path, named: Named) -> tuple[RunConfig, Named]:
+    """Of a run's folder or a run file: its configuration, and what it is trained on."""
+    from kvad.train.config import RunConfig
+    from kvad.train.job import stored_run
+    from kvad.train.pairs import PairPaths
+
+    given = bool(named.files) if isinstance(named, PairPaths) else bool(named)
+    if run.is_dir():
+        config, its_own = stored_run(run)
+        return config, named if given else its_own
+    config = RunConfig.load(run)
+    if not given and not config.data.sources:
+        raise DataError("no data was named", "kvad data check RUN.toml DATA")
+    return config, named
+
+
+def _model(name: str | None, config: RunConfig, make: Any) -> tuple[Tokenizer, Transformer]:
+    """Weights with their tokenizer, or a fresh model for the tokenizer that ``make`` makes."""
+    from kvad.checkpoint.open import open_checkpoint
+    from kvad.errors import CheckpointError
+    from kvad.model.transformer import Transformer
+    from kvad.train.initial import initialise
+
+    if name is not None:
+        opened = open_checkpoint(name)
+        if opened.tokenizer is None:
+            raise CheckpointError(f"{name} came without a tokenizer", "put its tokenizer.json beside it")
+        model = Transformer(opened.config)
+        model.load_state_dict(dict(opened.weights()))
+        return opened.tokenizer, model
+    tokenizer: Tokenizer = make()
+    model = Transformer(config.resolve(tokenizer.vocab_size))
+    if model.config.kind == "encoder-decoder":
+        initialise(model)
+    return tokenizer, model

@@ -1,0 +1,110 @@
+"""What ``kvad eval`` prints: the numbers as lines of text, each with the convention that it was made by.  No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvad.errors import counted
+
+if TYPE_CHECKING:
+    from kvad.lab.bleu import Overlap
+    from kvad.lab.extrapolate import Curve
+    from kvad.lab.metrics import Labels, Likelihood, Match
+
+__all__ = ["Line", "Page", "curve_page", "labels_line", "labels_page", "likelihood_line", "likelihood_page"]
+__all__ += ["match_said", "memory_said", "overlap_page", "size_said"]
+
+Line = dict[str, Any]  # a JSON object
+Page = list[tuple[str, str]]  # (name, text); no name: the text stands at the left edge
+
+
+def curve_page(curve: Curve, figures: Sequence[Path]) -> Page:
+    page = [
+        ("model", f"{curve.positions} positions, trained on rows of {curve.trained:,} tokens, limit {curve.limit:,}"),
+        ("read", f"{counted(curve.rows, 'row')} of each length; the same {curve.points[0].scored:,} tokens scored"),
+        ("", ""),
+        ("", f"{'times':>6}{'tokens':>9}{'loss':>9}{'perplexity':>13}{'accuracy':>11}{'of whole rows':>16}"),
+    ]
+    for point in curve.points:
+        first = f"{point.multiple:>6g}{point.length:>9,}{point.loss:>9.4f}{point.perplexity:>13.3f}"
+        page.append(("", f"{first}{point.accuracy:>11.4f}{point.whole_perplexity:>16.3f}"))
+    return [*page, *(("figure", str(path)) for path in figures)]
+
+
+def match_said(match: Match, *, lower: bool) -> str:
+    how = "in lower case, " if lower else ""
+    return f"{match.share:.2%} ({match.hits:,} of {match.count:,}; {how}white space at the ends cut off)"
+
+
+def overlap_page(words: Overlap, tokenized: str | None) -> Page:
+    precisions = "/".join(f"{one:.1f}" for one in words.precisions)
+    cut = ", both sides cut into words by kvad" if tokenized == "words" else ""
+    return [
+        ("BLEU", f"{words.bleu:.2f}  ({precisions}, length {words.ratio:.3f} of the references'{cut})"),
+        ("", f"{'':11}{words.bleu_signature}"),
+        ("chrF", f"{words.chrf:.2f}"),
+        ("", f"{'':11}{words.chrf_signature}"),
+    ]
+
+
+def memory_said(memory: Line | None) -> str:
+    if memory is None:
+        return "without a cache"
+    return (
+        f"through a {memory['layout']} cache of {memory['stored']}, policy {memory['policy']}, {memory['chunk']} a step"
+    )
+
+
+def size_said(found: Likelihood) -> str:
+    return f"{counted(found.tokens, 'token')}, {counted(found.bytes, 'byte')}"
+
+
+def likelihood_line(found: Likelihood) -> Line:
+    numbers = ("loss", "perplexity", "bits_per_byte", "accuracy", "word_perplexity", "word_perplexity_eos")
+    return {**{name: getattr(found, name) for name in numbers}, **asdict(found)}
+
+
+def likelihood_page(found: Likelihood, *, words: bool, ends: bool = False) -> Page:
+    """``words``: perplexity per word, too; ``ends``: of targets, whose ends were scored, too."""
+    unknown = f"; {counted(found.unknown, 'token')} of it unknown" if found.unknown else ""
+    scored = f"{counted(found.scored, 'token')} scored{', ends of targets among them' if ends else ''}{unknown}"
+    page = [
+        ("loss", f"{found.loss:.4f} nats per token; {scored}"),
+        ("perplexity", f"{found.perplexity:.4f} per token"),
+        ("bits", f"{found.bits_per_byte:.4f} per byte"),
+        ("accuracy", f"{found.accuracy:.4f} of the tokens were the likeliest"),
+    ]
+    if words:
+        end = "target" if ends else "line"
+        plain = f"perplexity {found.word_perplexity:.4f} per word ({found.words:,} between white space), "
+        ended = f"{found.word_perplexity_eos:.4f} with the end of every {end} as a word ({found.lines:,})"
+        page.append(("words", plain + ended))
+    return page
+
+
+def labels_line(scores: Labels) -> Line:
+    rows = [{**asdict(one), "precision": one.precision, "recall": one.recall, "f1": one.f1} for one in scores.each]
+    counts = {"count": scores.count, "hits": scores.hits}
+    return {"accuracy": scores.accuracy, "macro_f1": scores.macro_f1, **counts, "labels": rows}
+
+
+def labels_page(scores: Labels, known: Sequence[str], size: str) -> Page:
+    """``known``: the model's labels; ``size``: of the data, in words."""
+    unknown = [one for one in scores.each if one.label not in known]
+    wide = max(8, *(len(one.label) for one in scores.each)) + 2
+    page = [
+        ("data", f"{size}, {counted(len(scores.each), 'label')}"),
+        ("accuracy", f"{scores.accuracy:.4f}"),
+        ("macro-F1", f"{scores.macro_f1:.4f}  (the mean over the labels below, 0 where nothing was hit)"),
+    ]
+    if unknown:
+        names = ", ".join(one.label for one in unknown[:5])
+        page.append(("unseen", f"{sum(one.support for one in unknown):,} of labels that the model lacks: {names}"))
+    page += [("", ""), ("", f"{'label':<{wide}}{'F1':>8}{'precision':>11}{'recall':>9}{'gold':>9}{'said':>9}")]
+    for one in scores.each:
+        numbers = f"{one.f1:>8.4f}{one.precision:>11.4f}{one.recall:>9.4f}{one.support:>9,}{one.predicted:>9,}"
+        page.append(("", f"{one.label:<{wide}}{numbers}"))
+    return page

@@ -1,0 +1,212 @@
+"""What is looked at while a model is trained, through the engine: is the cache exact, what does it say, how well.
+
+Listeners of ``kvad.train``, handed to it by whoever starts a run; training itself imports neither engine nor cache.
+Each works on a copy of the weights, made for the evaluation and dropped after it, so that nothing here can change what
+is trained: a run says the same losses, bit for bit, with them and without.  They take once more the weights' memory
+while they work.
+
+    train(config, corpus, out, callbacks=[CheckCache(), Continue(["def "]), Translate(200)])
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvad.cache.sizing import CacheConfig
+from kvad.engine.engine import Engine
+from kvad.engine.request import Sampling
+from kvad.engine.scheduler import Plan
+from kvad.errors import EngineError, UsageError
+from kvad.lab import bleu
+from kvad.lab.compare import tolerance
+from kvad.lab.metrics import exact_match
+from kvad.lab.quality import listen
+from kvad.lab.reading import Row
+from kvad.llm import LLM
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.step import Lane, Step
+from kvad.train.pair_data import PairData
+from kvad.train.reports import Callback, EvalReport, MeasuredReport, Sample, SamplesReport, Subject
+
+__all__ = ["CheckCache", "Continue", "Translate"]
+
+
+class _Watcher(Callback):
+    """Keeps what is trained, and copies it when it is to be run."""
+
+    subject: Subject
+
+    def on_model(self, subject: Subject) -> None:
+        self.subject = subject
+
+    def _copy(self) -> Transformer:
+        return copy.deepcopy(self.subject.model).eval().requires_grad_(False)
+
+    def _llm(self, rows: int, capacity: int) -> LLM:
+        """The copy behind the three-line face, with a cache of so many rows; to be closed."""
+        model, config = self._copy(), self.subject.model.config
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        source = 0 if config.source is None else config.source.limit
+        cache = CacheConfig(rows=rows, capacity=min(config.limit, capacity), dtype=dtype, source_capacity=source)
+        return LLM(model, self.subject.tokenizer, cache, generation=self.subject.generation)
+
+    def _measured(self, step: int, what: str, values: dict[str, float | str], words: str) -> None:
+        self.subject.tell("on_measured", MeasuredReport(step, what, values, words))
+
+
+# ---------------------------------------------------------------- the cache
+
+
+class CheckCache(_Watcher):
+    """At every evaluation: held-out rows token by token through a paged cache, beside the same rows without one.
+
+    ``rows`` rows of at most ``tokens`` tokens.  Tells the largest difference of a logit, and how far rounding goes
+    (``lab.compare.tolerance``); beyond it the line says so.  UsageError, before training, for an encoder.
+    """
+
+    def __init__(self, rows: int = 2, tokens: int = 64) -> None:
+        self._rows, self._tokens = rows, tokens
+
+    def on_model(self, subject: Subject) -> None:
+        if subject.model.config.kind == "encoder":
+            raise UsageError("--check-cache: an encoder keeps no cache", "leave it out")
+        super().on_model(subject)
+
+    def on_eval(self, report: EvalReport) -> None:
+        rows = self._held_out()
+        worst, largest, agree, count = _incremental(self._copy(), rows)
+        dtype = str(next(self.subject.model.parameters()).dtype).removeprefix("torch.")
+        most = tolerance(dtype, largest, 0.0)
+        values: dict[str, float | str] = {"max_dlogit": worst, "largest_logit": largest, "tolerance": most}
+        values |= {"tokens": count, "greedy": agree}
+        said = f"cache: {agree} of {count} greedy tokens, max |dlogit| {worst:.1e} of {largest:.3g}"
+        if not worst <= most:
+            said += f": BEYOND ROUNDING ({most:.1e}); kvad verify says where"
+        self._measured(report.step, "cache", values, said)
+
+    def _held_out(self) -> list[Row]:
+        data, most = self.subject.data, min(self._tokens, self.subject.model.config.limit - 1)
+        if isinstance(data, PairData):
+            pairs = data.examples(self._rows)
+            return [Row(torch.tensor(target[:most]), torch.tensor(source)) for source, target in pairs]
+        pieces = _pieces(next(iter(data.evaluation())).step)
+        longest = sorted(pieces, key=len, reverse=True)[: self._rows]  # of equal ones, the first
+        return [Row(piece[:most].cpu()) for piece in longest]
+
+
+def _pieces(step: Step) -> Iterator[Tensor]:
+    """The documents of a packed step: a position of 0 begins one."""
+    begins = (step.positions == 0).nonzero().view(-1).tolist()
+    for low, high in zip(begins, [*begins[1:], len(step.tokens)], strict=True):
+        yield step.tokens[low:high]
+
+
+@torch.no_grad()
+def _incremental(model: Transformer, rows: Sequence[Row]) -> tuple[float, float, int, int]:
+    """(largest |difference| of a logit, largest |logit|, likeliest tokens in common, tokens): a cache that is given one
+    token at a time, beside the model without a cache.  NaN on either side is an infinite difference."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    true = [_at_once(model, row) for row in rows]
+    longest = max(len(row.tokens) for row in rows)
+    source = max((len(row.source) for row in rows if row.source is not None), default=0)
+    cache = CacheConfig(
+        rows=len(rows), capacity=longest + 1, dtype=dtype, chunk=1, prefix=False, source_capacity=source
+    )
+    found: dict[int, list[Tensor]] = {}
+
+    def hear(plan: Plan, logits: Tensor) -> None:
+        start = 0
+        for work in plan.work:
+            found.setdefault(work.row.request, []).append(logits[start : start + len(work.wanted)].clone())
+            start += len(work.wanted)
+
+    engine = Engine(model, cache)
+    try:
+        listen(engine, hear)
+        asked = Sampling(max_tokens=1, temperature=0, prompt_logprobs=0)
+        for row in rows:
+            engine.submit(row.tokens.tolist(), asked, source=None if row.source is None else row.source.tolist())
+        while not engine.idle:
+            for piece in engine.step():
+                if piece.error is not None:
+                    raise EngineError(f"--check-cache: {piece.error}")
+    finally:
+        engine.close()
+    have = [torch.cat(found[number])[: len(row.tokens)].double() for number, row in enumerate(rows)]
+    assert [len(one) for one in have] == [len(one) for one in true], "every position was computed"
+    both = list(zip(have, true, strict=True))
+    worst = max(float((a - b).abs().nan_to_num(nan=torch.inf).max()) for a, b in both)
+    agree = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in both)
+    return worst, max(float(b.abs().max()) for b in true), agree, sum(map(len, true))
+
+
+def _at_once(model: Transformer, row: Row) -> Tensor:
+    """[T, V] in float64, without a cache; T below the model's limit."""
+    step = _step(row.tokens, model, len(row.tokens) + 1)  # a row in the cache may reach one token more
+    if row.source is not None:
+        step = step._replace(source=_step(row.source, model, len(row.source)))
+    logits: Tensor = model.logits(model(step, Fresh(model.config)), step.wanted)
+    return logits.double()
+
+
+def _step(tokens: Tensor, model: Transformer, limit: int) -> Step:
+    tokens = tokens.to(model.table.device)
+    every = torch.arange(len(tokens), device=tokens.device)
+    lane = Lane(1, len(tokens), len(tokens))
+    return Step(tokens, every, (lane,), every, limits=torch.full_like(every, limit))
+
+
+# ---------------------------------------------------------------- what it says
+
+
+class Continue(_Watcher):
+    """At every evaluation: how each prompt goes on (an encoder-decoder: what it answers), ``tokens`` tokens at most.
+
+    ``temperature`` 0 is greedy; sampled texts are the same in every run, for their numbers are a function of the seed.
+    """
+
+    def __init__(self, prompts: Sequence[str], tokens: int = 64, temperature: float = 0.0) -> None:
+        self._prompts, self._most, self._temperature = tuple(prompts), tokens, temperature
+
+    def on_eval(self, report: EvalReport) -> None:
+        longest = max(len(self.subject.tokenizer.encode(prompt)) for prompt in self._prompts)
+        with self._llm(len(self._prompts), longest + self._most + 2) as llm:
+            done = llm.generate(list(self._prompts), max_tokens=self._most, temperature=self._temperature)
+        pairs = zip(self._prompts, done, strict=True)
+        samples = tuple(Sample(prompt, "", each.text) for prompt, each in pairs)
+        self.subject.tell("on_samples", SamplesReport(report.step, samples))
+
+
+class Translate(_Watcher):
+    """At every evaluation: BLEU, chrF and exact match of greedy answers to the first ``pairs`` held-out sources.
+
+    Beside the targets as the tokenizer writes them: of one that loses something (case, unknown words), ``kvad eval`` on
+    the texts says less.  UsageError, before training, for what is not trained on pairs.
+    """
+
+    def __init__(self, pairs: int = 200, rows: int = 16) -> None:
+        bleu.require()
+        self._pairs, self._rows = pairs, rows
+
+    def on_model(self, subject: Subject) -> None:
+        if not isinstance(subject.data, PairData):
+            raise UsageError("--bleu: only what is trained on pairs translates", "leave it out")
+        super().on_model(subject)
+        self._examples = subject.data.examples(self._pairs)
+
+    def on_eval(self, report: EvalReport) -> None:
+        sources = [source for source, _ in self._examples]
+        most = min(self.subject.model.config.limit - 1, 8 + 2 * max(map(len, sources)))
+        with self._llm(min(self._rows, len(sources)), most + 2) as llm:
+            said = [done.text for done in llm.generate(sources, max_tokens=most, beams=1, temperature=0.0)]
+        wanted = [self.subject.tokenizer.decode(target) for _, target in self._examples]
+        words, match = bleu.overlap(said, wanted), exact_match(said, wanted)
+        values: dict[str, float | str] = {"bleu": words.bleu, "chrf": words.chrf, "exact_match": match.share}
+        values |= {"pairs": match.count, "signature": words.bleu_signature}
+        text = f"BLEU {words.bleu:.2f}, chrF {words.chrf:.2f}, {match.hits} of {match.count} exact"
+        self._measured(report.step, "bleu", values, f"{text}; {words.bleu_signature}")

@@ -1,0 +1,48 @@
+"""A layer whose activations are not kept: the backward pass computes them again (Chen et al. 2016, sec. 4).
+
+What a layer reads and what comes out are kept, nothing in between; random numbers are drawn again as they were, so the
+gradient is the same to the bit (but for a table of biases that layers share: their shares are summed in another order).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kvad.model.mixers import Encoding
+from kvad.ops.attend import distance_bias
+from kvad.step import Buckets, Score, View
+
+__all__ = ["recomputed"]
+
+
+def recomputed(layer: nn.Module, x: Tensor, view: View, cross: View | None, encoding: Encoding) -> Tensor:
+    """``layer(x, view, cross, encoding)`` [T, E], computed once more when its gradient is asked for."""
+    out: Tensor = checkpoint(layer, x, _Again(view), cross, encoding, use_reentrant=False)
+    return out
+
+
+class _Again:
+    """A view whose learned biases are made each time: what a step keeps of the first layer's would be no part of the
+    graph when that layer is computed again."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def attend(self, q: Tensor, k: Tensor | None, v: Tensor | None, score: Score) -> Tensor:
+        if isinstance(score.bias, Buckets):
+            score = score._replace(bias=_Made(score.bias))
+        return self._view.attend(q, k, v, score)
+
+    def write(self, k: Tensor, v: Tensor) -> None:
+        self._view.write(k, v)
+
+
+class _Made:
+    """A bias by buckets that nobody keeps."""
+
+    def __init__(self, bias: Buckets) -> None:
+        self._bias = bias
+
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return distance_bias(self._bias, queries, keys)

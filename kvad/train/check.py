@@ -1,0 +1,179 @@
+"""``kvad data check``: what packing promises, proved on a real batch, in float64.
+
+1. **Nobody sees a neighbour.**  All tokens of one document are changed, and every other document's logits must stay
+   what they were, to the last bit; its own must move, or the check would see nothing.  Of a pair first the source is
+   changed, then the target.  Where ``data.isolate`` is off, later documents of the row may move, and earlier ones not.
+2. **Packing changes no gradient.**  The gradient of the packed batch is that of its documents one by one, each at the
+   positions that it has in its row; both losses are sums over the same targets (isolated data only).
+
+The batch is made of the first rows of the run, and of the row with the most documents among the first :data:`LOOK`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvad.errors import counted
+from kvad.model.fresh import Fresh
+from kvad.model.transformer import Transformer
+from kvad.text.base import Tokenizer
+from kvad.train.data import DocumentData
+from kvad.train.objective import Autocast, backward
+from kvad.train.pair_data import PairData
+from kvad.train.rows import Batch, Row, Segment, Shape, Use, alone, collate
+from kvad.train.store import Ints
+from kvad.train.stream import SequentialData
+
+__all__ = ["TOLERANCE", "Perturbed", "Report", "check_data"]
+
+LOOK = 64  # rows
+TOLERANCE = 1e-12  # of the largest gradient
+AT_MOST = 3  # documents of the fullest row that are changed in turn
+
+Checked = DocumentData | PairData | SequentialData
+
+
+@dataclass(frozen=True)
+class Perturbed:
+    """Document ``document`` of the fullest row was changed: max |dlogit| of its own targets, of all others that must
+    not see it, and of the ``later`` ones that may (not isolated)."""
+
+    document: int
+    side: str  # "tokens", "source" or "target"
+    own: float
+    others: float
+    later: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """``gradient``: max |difference| / max |gradient|, None where documents are not isolated; ``row``: the fullest one,
+    a line per document."""
+
+    rows: int
+    documents: int
+    isolate: bool
+    reset: bool
+    use: Use
+    perturbed: tuple[Perturbed, ...]
+    gradient: float | None
+    loss_packed: float
+    loss_alone: float | None
+    row: tuple[str, ...]
+
+    @property
+    def leaks(self) -> tuple[str, ...]:
+        """What does not hold, in words; empty: all of it does."""
+        found = []
+        for each in self.perturbed:
+            if each.others != 0:  # NaN is not 0
+                found.append(f"document {each.document}'s {each.side} moves another one's logits by {each.others:.3g}")
+            if not each.own > 0:
+                found.append(f"document {each.document}'s own logits do not move: nothing can be seen by this model")
+        if self.gradient is not None and not self.gradient <= TOLERANCE:
+            found.append(f"packed gradients differ from those of documents alone by {self.gradient:.3g} of the largest")
+        return tuple(found)
+
+
+def check_data(model: Transformer, data: Checked, tokenizer: Tokenizer, rows: int = 2) -> Report:
+    """``model``: weights of any kind, in float64; ``rows``: how many make the batch."""
+    model.eval()
+    shape = replace(data.shape, device="cpu")
+    looked = data.rows(np.arange(max(LOOK, rows)))
+    fullest = max(range(len(looked)), key=lambda row: len(looked[row]))
+    chosen = [looked[fullest], *islice((row for n, row in enumerate(looked) if n != fullest), rows - 1)]
+    batch = collate(chosen, shape)
+    gradient = alone_loss = None
+    packed_loss, packed = _gradient(model, [batch])
+    if shape.isolate:
+        alone_loss, apart = _gradient(model, list(alone(batch)))
+        gradient = float((packed - apart).abs().max() / apart.abs().max())
+    return Report(
+        rows=len(chosen),
+        documents=sum(map(len, chosen)),
+        isolate=shape.isolate,
+        reset=shape.reset,
+        use=data.use(),
+        perturbed=tuple(_perturb(model, chosen, shape)),
+        gradient=gradient,
+        loss_packed=packed_loss,
+        loss_alone=alone_loss,
+        row=tuple(_shown(part, number, tokenizer) for number, part in enumerate(chosen[0])),
+    )
+
+
+def _gradient(model: Transformer, batches: Sequence[Batch]) -> tuple[float, Tensor]:
+    """Mean loss per target (nats), and the gradient of it, flat."""
+    model.zero_grad(set_to_none=True)
+    total = sum(len(batch.targets) for batch in batches)
+    memory, exact = Fresh(model.config), Autocast("fp32", "cpu")
+    summed = sum(backward(model, batch, memory, total, exact) for batch in batches)
+    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    return summed / total, flat
+
+
+def _perturb(model: Transformer, rows: Sequence[Row], shape: Shape) -> list[Perturbed]:
+    row, vocab = rows[0], model.config.vocab
+    last = len(row) - 1
+    before, row_of, owner = _logits(model, rows, shape)
+    found = []
+    for document in sorted({0, last // 2, last})[:AT_MOST]:
+        for side, changed in _changes(row[document], vocab, model):
+            others = [*row[:document], changed, *row[document + 1 :]]
+            after, _, _ = _logits(model, [others, *rows[1:]], shape)
+            moved = (after - before).abs().amax(dim=1)
+            own = (row_of == 0) & (owner == document)
+            later = (row_of == 0) & (owner > document)
+            if shape.isolate:
+                later = torch.zeros_like(own)
+            elif row[0].source is not None:
+                later = (row_of == 0) & ~own  # all sources of the row are read by all of its targets
+            if not own.any():
+                continue  # a last token that nothing follows
+            rest = ~own & ~later
+            found.append(Perturbed(document, side, _most(moved[own]), _most(moved[rest]), _most(moved[later])))
+    return found
+
+
+def _changes(part: Segment, vocab: int, model: Transformer) -> list[tuple[str, Segment]]:
+    if part.source is None:
+        return [("tokens", part._replace(tokens=(part.tokens + 1) % vocab))]
+    source = (part.source + 1) % (vocab if model.config.source is None else model.config.source.vocab or vocab)
+    target = part._replace(tokens=(part.tokens + 1) % vocab)
+    return [("source", part._replace(source=source)), ("target", target)]
+
+
+@torch.no_grad()
+def _logits(model: Transformer, rows: Sequence[Row], shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, V] of the wanted places, and of each its row and its document there."""
+    step = collate(rows, shape).step
+    logits = model.logits(model(step, Fresh(model.config)), step.wanted)
+    width = step.lanes[0].new
+    documents = torch.full((len(rows), width), -1)
+    for number, row in enumerate(rows):
+        owners = torch.repeat_interleave(torch.arange(len(row)), torch.tensor([len(part.tokens) for part in row]))
+        documents[number, : len(owners)] = owners
+    return logits, step.wanted // width, documents.view(-1)[step.wanted]
+
+
+def _most(values: Tensor) -> float:
+    return float(values.max()) if len(values) else 0.0
+
+
+def _shown(part: Segment, number: int, tokenizer: Tokenizer) -> str:
+    """One line: the document's number, its tokens, its text with the middle left out."""
+
+    def text(ids: Ints) -> str:
+        whole = " ".join(tokenizer.decode(ids.tolist(), skip_specials=False).split())
+        return whole if len(whole) <= 72 else f"{whole[:44]} ... {whole[-23:]}"
+
+    if part.source is None:
+        return f"{number}  {counted(len(part.tokens), 'token')}: {text(part.tokens)}"
+    return f"{number}  {len(part.source)} + {len(part.tokens)} tokens: {text(part.source)}  ->  {text(part.tokens)}"

@@ -1,0 +1,247 @@
+"""Files -> texts: what is compressed is opened, and a format says where a document begins and ends.
+
+==========  ================================================================  =====================================
+format      a file is                                                         of itself for
+==========  ================================================================  =====================================
+``text``    one document                                                      everything else
+``lines``   a document a line, empty ones left out                            ``data.documents = "lines"``
+``jsonl``   a JSON object a line; the document is its ``field``                ``.jsonl``, ``.ndjson``
+``pairs``   a pair a line: ``source<TAB>target``, or two fields of an object   an encoder-decoder (``pairs.py``)
+==========  ================================================================  =====================================
+
+``.gz`` and ``.zst`` behind a name are read through.  Only a newline ends a line.  Nothing is held but one piece of a
+text: a document of more than ``CUT_CHARS`` characters comes in pieces, cut where a space follows a word, and each is
+encoded apart (``text/base.py`` says for which tokenizers that changes no id: all but SentencePiece's, which may see a
+space there).  :data:`FORMATS` is the table: a reader of one's own is one function and one line.  No torch.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, cast
+
+from kvad.errors import DataError, nearest
+from kvad.text.base import CUT_CHARS, cut
+
+__all__ = [
+    "COMPRESSED",
+    "FORMATS",
+    "Piece",
+    "Reader",
+    "Reading",
+    "bare_suffix",
+    "blocks_of",
+    "format_of",
+    "lines_of",
+    "objects_of",
+    "opened",
+]
+
+COMPRESSED = (".gz", ".zst")
+JSON_LINES = (".jsonl", ".ndjson")
+BLOCK = 1 << 20  # bytes read at a time
+
+
+class Piece(NamedTuple):
+    """A text, or a part of one: whether it begins and whether it ends a document."""
+
+    text: str
+    opens: bool = True
+    closes: bool = True
+
+
+class Reading(NamedTuple):
+    """How to read: ``errors`` of bytes that are not UTF-8 (``strict``, ``replace``), ``field`` of an object's text."""
+
+    errors: str = "strict"
+    field: str = "text"
+
+
+Reader = Callable[[Path, Reading], Iterator[Piece]]
+
+
+def bare_suffix(path: Path) -> str:
+    """``.jsonl`` of ``x.jsonl.gz``."""
+    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
+
+
+def format_of(path: Path, wanted: str) -> str:
+    """The format of a file of documents; ``auto`` goes by its name."""
+    return wanted if wanted != "auto" else "jsonl" if bare_suffix(path) in JSON_LINES else "text"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A file's bytes, decompressed.  Raises DataError naming it, in the block too."""
+    try:
+        with path.open("rb") as raw:
+            if path.suffix == ".gz":
+                with gzip.GzipFile(fileobj=raw) as file:
+                    yield cast("BinaryIO", file)
+            elif path.suffix == ".zst":
+                yield _zstd(path, raw)
+            else:
+                yield raw
+    except FileNotFoundError:
+        raise DataError(f"no such file: {path}") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile, _DamagedError) as error:
+        raise DataError(f"{path} is damaged or cut short: {error}", "compress it again") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+class _DamagedError(Exception):
+    pass
+
+
+def _zstd(path: Path, raw: BinaryIO) -> BinaryIO:
+    try:
+        import zstandard
+    except ModuleNotFoundError:
+        raise DataError(
+            f"{path} is compressed by zstd, and zstandard is not installed", "pip install 'kvad[zstd]'"
+        ) from None
+
+    class Frames(io.RawIOBase):
+        """All frames of the file, one behind the other; an end in the middle of one is an error."""
+
+        def __init__(self) -> None:
+            self.frame = zstandard.ZstdDecompressor().decompressobj()
+            self.compressed = self.held = b""
+            self.whole = True  # no frame is begun and not ended
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+            while not self.held and self._decompress():
+                pass
+            size = min(len(buffer), len(self.held))
+            buffer[:size] = self.held[:size]
+            self.held = self.held[size:]
+            return size
+
+        def _decompress(self) -> bool:
+            """Some more of it; False at the end."""
+            block = self.compressed or raw.read(BLOCK)
+            if not block:
+                if not self.whole:
+                    raise _DamagedError("the last frame does not end")
+                return False
+            try:
+                self.held = self.frame.decompress(block)
+            except zstandard.ZstdError as error:
+                raise _DamagedError(str(error)) from None
+            self.compressed, self.whole = self.frame.unused_data, self.frame.eof
+            if self.whole:
+                self.frame = zstandard.ZstdDecompressor().decompressobj()
+            return True
+
+    return io.BufferedReader(Frames(), BLOCK)
+
+
+def blocks_of(path: Path, errors: str) -> Iterator[str]:
+    """A file's text a block at a time, without its byte order mark.  Raises DataError naming file and byte."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    offset, first = 0, True
+    with opened(path) as file:
+        while True:
+            block = file.read(BLOCK)
+            kept = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path} is not UTF-8: byte 0x{error.object[error.start]:02X} at offset "
+                    f"{offset - kept + error.start}",
+                    "--errors replace puts U+FFFD in its place",
+                ) from None
+            offset += len(block)
+            if text:
+                yield text.removeprefix("\ufeff") if first else text
+                first = False
+            if not block:
+                return
+
+
+def lines_of(path: Path, errors: str) -> Iterator[str]:
+    """Lines without their ends and without the byte order mark; only a newline ends a line."""
+    offset = 0
+    with opened(path) as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = raw.decode("utf-8", errors)
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}, is not UTF-8: byte 0x{raw[error.start]:02X} at offset "
+                    f"{offset + error.start}",
+                    "--errors replace puts U+FFFD in its place",
+                ) from None
+            offset += len(raw)
+            yield line.removesuffix("\n").removesuffix("\r").removeprefix("\ufeff" if number == 1 else "")
+
+
+def objects_of(path: Path, errors: str, *fields: str) -> Iterator[tuple[str, ...]]:
+    """The texts of ``fields`` of every object of a file of JSON lines.  Raises DataError naming file and line."""
+    for number, line in enumerate(lines_of(path, errors), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}, is not JSON: {error}", "a JSON object a line") from None
+        if not isinstance(found, dict):
+            raise DataError(f"{where}, is {type(found).__name__}, not an object", "a JSON object a line")
+        for field in fields:
+            if field not in found:
+                raise DataError(f"{where}, has no field {field!r}", nearest(field, map(str, found)))
+            if not isinstance(found[field], str):
+                raise DataError(f"{where}: the field {field!r} is {type(found[field]).__name__}, not a text")
+        yield tuple(found[field] for field in fields)
+
+
+def _text(path: Path, how: Reading) -> Iterator[Piece]:
+    held, opens = "", True
+    for block in blocks_of(path, how.errors):
+        held += block
+        if len(held) > 2 * CUT_CHARS:
+            *whole, held = cut(held)
+            for text in whole:
+                yield Piece(text, opens, closes=False)
+                opens = False
+    *whole, held = cut(held)
+    for text in whole:
+        yield Piece(text, opens, closes=False)
+        opens = False
+    yield Piece(held, opens)
+
+
+def _pieces(text: str) -> Iterator[Piece]:
+    whole = list(cut(text))
+    for number, part in enumerate(whole):
+        yield Piece(part, number == 0, number == len(whole) - 1)
+
+
+def _lines(path: Path, how: Reading) -> Iterator[Piece]:
+    if bare_suffix(path) in JSON_LINES:
+        raise DataError(f"{path} is named like JSON lines", "--format jsonl, or --format text")
+    for line in lines_of(path, how.errors):
+        if line.strip():
+            yield from _pieces(line)
+
+
+def _jsonl(path: Path, how: Reading) -> Iterator[Piece]:
+    for (text,) in objects_of(path, how.errors, how.field):
+        if text.strip():
+            yield from _pieces(text)
+
+
+FORMATS: dict[str, Reader] = {"text": _text, "lines": _lines, "jsonl": _jsonl}

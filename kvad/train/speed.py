@@ -1,0 +1,61 @@
+"""How a model's training steps are computed, where [train] asks for another way: ``recompute`` and ``compile``.
+
+Neither is seen in what a model stores or says.  Compiled are the parts between two attentions that are one graph each:
+norms, projections of queries, keys and values, MLPs; attention itself has kernels already (``ops/attend.py``).
+Evaluations and samples, whose rows have any length, are not compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from kvad.errors import ConfigError
+from kvad.model.mixers import Attention
+from kvad.model.parts import Gated, Norm, Plain
+from kvad.model.transformer import Transformer
+from kvad.ops.compiled import compiled, fault
+from kvad.train.config import TrainConfig
+
+__all__ = ["prepare", "refuse"]
+
+
+def prepare(model: Transformer, train: TrainConfig) -> None:
+    """Change a model, before its first step.  ConfigError where torch finds no compiler."""
+    for stack in (model.encoder, model.decoder):
+        if stack is not None:
+            stack.recompute = train.recompute
+    if not train.compile:
+        return
+    why = fault(train.device)
+    if why is not None:
+        raise ConfigError(f"train.compile: torch compiles nothing for {train.device} here: {why}", "leave it out")
+    for module in model.modules():
+        if isinstance(module, (Norm, Plain, Gated)):
+            _compile(module, "forward")
+        elif isinstance(module, Attention):
+            _compile(module, "project")
+
+
+def refuse(train: TrainConfig) -> None:
+    """ConfigError for a run whose model is frozen, where neither would mean anything."""
+    for name in ("recompute", "compile"):
+        if getattr(train, name):
+            raise ConfigError(f"train.{name}: means nothing to objective 'compress', whose model is frozen")
+
+
+def _compile(module: nn.Module, name: str) -> None:
+    plain: Callable[..., Any] = getattr(module, name)
+    setattr(module, name, _InTraining(module, plain, compiled(plain)))
+
+
+class _InTraining:
+    """A method that is compiled while its module is trained."""
+
+    def __init__(self, module: nn.Module, plain: Callable[..., Any], fast: Callable[..., Any]) -> None:
+        self._module, self._plain, self._fast = module, plain, fast
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._fast if self._module.training else self._plain)(*arguments)

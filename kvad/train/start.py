@@ -1,0 +1,272 @@
+"""A run that goes on from a checkpoint: the model it begins with, its words, and how it is written again.
+
+Any decoder or encoder-decoder that kvad opens: its config, tokenizer and way of generating stay what they are, in the
+layout that they came in; only numbers change.  Trained are float32 copies of the weights, and those are what a run's
+checkpoints hold, whatever the dtype was: ``kvad export --dtype`` narrows them again.  With ``[lora]`` the weights are
+frozen and only the adapters are trained and written (``model/lora.py``, ``checkpoint/adapter.py``).
+
+A run's state says which model it began with, byte for byte.  All weights trained, it is never looked at again; beside
+adapters it is opened at every resume, and refused if it is another by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvad.checkpoint.adapter import Adapted, AdapterForm, base_fingerprint, form_of, open_adapter, save_adapter_step
+from kvad.checkpoint.export import words_of
+from kvad.checkpoint.generation import GENERATION, Generation
+from kvad.checkpoint.imported import Imported
+from kvad.checkpoint.linears import adaptable, targeted
+from kvad.checkpoint.native import save_step
+from kvad.checkpoint.open import open_checkpoint
+from kvad.checkpoint.opened import Opened, Training
+from kvad.checkpoint.theirs import Layout
+from kvad.config import Head, ModelConfig
+from kvad.errors import CheckpointError, ConfigError, counted
+from kvad.model.lora import adapt, factors_of, restore
+from kvad.model.transformer import Transformer
+from kvad.text.tokenizer import Tokenizer, load_tokenizer
+from kvad.train.config import RunConfig, TokenizerConfig
+
+__all__ = ["Adapters", "Start", "Whole", "absolute", "restored", "said_by", "start_again", "start_of", "whole_as"]
+
+
+def absolute(config: RunConfig) -> RunConfig:
+    """The same with the path of its model.init written out, so that a run finds it from anywhere."""
+    if config.init is None or not Path(config.init).expanduser().is_dir():
+        return config
+    return replace(config, model={"init": str(Path(config.init).expanduser().resolve())})
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint's form: config, way of generating, tokenizer, and everything that is written beside the weights.
+
+    ``files``: small files that are written as they are; ``tokenizer`` None where it is among them."""
+
+    config: ModelConfig
+    layout: Layout | None
+    generation: Generation
+    tokenizer: Tokenizer | None
+    files: Mapping[str, bytes]
+    origin: str | None = None
+
+    def save(self, run: Path, step: int, model: Transformer, training: Training, *, keep: int, fresh: bool) -> Path:
+        """As ``native.save_step``."""
+        return save_step(
+            run,
+            step,
+            self.config,
+            model.state_dict(),
+            self.tokenizer,
+            training,
+            layout=self.layout,
+            generation=self.generation,
+            files=self.files,
+            origin=self.origin,
+            keep=keep,
+            fresh=fresh,
+        )
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The same of adapters: they alone are written."""
+
+    form: AdapterForm
+    config: RunConfig
+
+    def save(self, run: Path, step: int, model: Transformer, training: Training, *, keep: int, fresh: bool) -> Path:
+        """As ``adapter.save_adapter_step``."""
+        lora = self.config.lora
+        assert lora is not None
+        return save_adapter_step(
+            run,
+            step,
+            self.form,
+            factors_of(model),
+            rank=lora.rank,
+            alpha=lora.alpha,
+            rslora=lora.rslora,
+            dropout=lora.dropout,
+            training=training,
+            keep=keep,
+            fresh=fresh,
+        )
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run begins with: the model that ``config.init`` names, and the tokenizer that it came with."""
+
+    config: RunConfig
+    opened: Opened
+    tokenizer: Tokenizer
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.opened.config
+
+    @property
+    def generation(self) -> Generation:
+        """As :func:`said_by` reads it."""
+        return said_by(self.opened)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return base_fingerprint(self.opened)
+
+    @cached_property
+    def parts(self) -> list[str]:
+        """The adapted parts; [] where all weights are trained."""
+        return [] if self.config.lora is None else targeted(self.model_config, self.config.lora.names)
+
+    @property
+    def parameters(self) -> tuple[int, int]:
+        """(all, those that are trained), adapters among both."""
+        config = self.model_config
+        with torch.device("meta"):
+            every = sum(parameter.numel() for parameter in Transformer(config).parameters())
+        if self.config.lora is None:
+            return every, every
+        shapes = adaptable(self.model_config)
+        learned = sum(self.config.lora.rank * sum(shapes[part]) for part in self.parts)
+        return every + learned, learned
+
+    def told(self) -> list[str]:
+        """What a user should know of it."""
+        kind, lines = self.model_config.kind, []
+        every, learned = self.parameters
+        lines.append(f"model: {self.config.init}, {kind} of {every - learned * bool(self.parts):,} parameters")
+        if self.config.lora is not None:
+            lines.append(
+                f"adapters: rank {self.config.lora.rank} beside {counted(len(self.parts), 'linear part')}, "
+                f"{learned:,} parameters ({learned / every:.2%}) are trained"
+            )
+        return lines
+
+    def begun(self) -> dict[str, str]:
+        """What the run's state says of it."""
+        assert self.config.init is not None
+        return {"model": self.config.init, "fingerprint": self.fingerprint}
+
+    def model(self) -> Transformer:
+        """Its weights in float32, to be trained; with [lora] frozen, beside adapters that add nothing yet."""
+        lora = self.config.lora
+        config = self.model_config
+        with torch.device("meta"):
+            model = Transformer(config)
+        # What is trained must never be a mapped file; what is frozen may stay one.
+        loaded = {name: tensor.to(torch.float32, copy=lora is None) for name, tensor in self.opened.weights()}
+        model.load_state_dict(loaded, assign=True)
+        if lora is not None:
+            adapt(model, self.parts, lora.rank, lora.scale, lora.dropout)
+        return model
+
+    def form(self) -> Whole | Adapters:
+        """How its checkpoints are written.  CheckpointError for adapters that its layout cannot hold."""
+        if self.config.lora is None:
+            return whole_as(self.opened)
+        assert self.config.init is not None
+        form = form_of(self.opened, self.config.init, self.fingerprint)
+        form.check(self.parts)
+        return Adapters(form, self.config)
+
+
+def start_of(config: RunConfig) -> Start | None:
+    """What a new run begins with; None of one that begins at random.
+
+    Raises CheckpointError for what is no whole checkpoint, ConfigError for one that cannot be trained so.
+    """
+    if config.init is None:
+        return None
+    return _start(config, open_checkpoint(config.init))
+
+
+def start_again(config: RunConfig, out: Path, begun: Mapping[str, Any]) -> Start:
+    """What a run of adapters goes on beside.  CheckpointError where the model is gone, or another by now."""
+    assert config.init is not None and config.lora is not None
+    try:
+        opened = open_checkpoint(config.init)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"cannot resume {out}: the model that its adapters stand beside cannot be opened: {error.message}",
+            error.hint,
+        ) from error
+    start = _start(config, opened)
+    if start.fingerprint != begun.get("fingerprint"):
+        raise CheckpointError(f"cannot resume {out}: {config.init} is another model than the one that it began with")
+    return start
+
+
+def restored(start: Start, out: Path) -> Transformer:
+    """The model beside the adapters of a run's newest checkpoint."""
+    model = start.model()
+    restore(model, open_adapter(out).factors(start.opened))
+    return model
+
+
+def whole_as(opened: Opened) -> Whole:
+    """The form that a checkpoint is in already: its config, its words and what it says about generating, as they are.
+    Of an adapter with its base, the base's."""
+    if isinstance(opened, Adapted):
+        opened = opened.base
+    files, layout, origin = words_of(opened.path), None, opened.origin
+    if isinstance(opened, Imported):
+        layout, origin = Layout(opened.family, opened.fields.content, exact=True), None
+        there = opened.path / GENERATION
+        files |= {GENERATION: there.read_bytes()} if there.is_file() else {}
+    return Whole(opened.config, layout, opened.generation, None, files, origin)
+
+
+def said_by(opened: Opened) -> Generation:
+    """What a checkpoint says about generating, with the token that opens a target where it is said as a text's."""
+    said = opened.generation
+    if said.start is not None or opened.config.kind == "decoder":
+        return said
+    return replace(said, start=said.bos)
+
+
+def _start(config: RunConfig, opened: Opened) -> Start:
+    model, name = opened.config, config.init
+    if model.kind == "encoder":
+        raise ConfigError(f"model.init: {name} is an encoder alone", "train a decoder or an encoder-decoder")
+    if not isinstance(model.head, Head):
+        raise ConfigError(f"model.init: {name} has no head over a vocabulary", "a language model has one")
+    if opened.tokenizer is None:
+        raise ConfigError(f"model.init: {name} came without a tokenizer", "put its tokenizer.json beside it")
+    limits = [model.limit] if model.source is None else [model.limit, model.source.limit]
+    if config.data.context > min(limits):
+        raise ConfigError(
+            f"data.context: {config.data.context} is beyond the limit of {name}, {min(limits)}", "a smaller --context"
+        )
+    if config.lora is not None and isinstance(opened, Adapted):
+        raise ConfigError(
+            f"model.init: {name} is an adapter already", "merge it first: kvad merge BASE ADAPTER --out DIR"
+        )
+    _check_words(config.tokenizer, opened.tokenizer, str(name))
+    start = Start(config, opened, opened.tokenizer)
+    if model.kind == "encoder-decoder":
+        if opened.tokenizer.languages:
+            raise ConfigError(f"model.init: {name} marks languages, and pairs of texts name none")
+        if start.generation.start is None or not start.generation.stops:
+            raise ConfigError(f"model.init: {name} does not say which tokens begin and end a target")
+    return start
+
+
+def _check_words(wanted: TokenizerConfig, tokenizer: Tokenizer, name: str) -> None:
+    """ConfigError for another tokenizer than the model's."""
+    if wanted == TokenizerConfig():
+        return
+    if wanted != TokenizerConfig(path=wanted.path):
+        raise ConfigError(f"[tokenizer]: {name} has its own tokenizer", "leave the table out")
+    assert wanted.path is not None
+    if load_tokenizer(Path(wanted.path)).fingerprint() != tokenizer.fingerprint():
+        raise ConfigError(f"tokenizer.path: {wanted.path} is not the tokenizer of {name}", "leave it out")

@@ -1,0 +1,82 @@
+"""What is looked at while a model trains: it changes nothing, and it sees a cache that is broken."""
+
+import pytest
+import torch
+
+from kvad.cache.memory import Memory
+from kvad.checkpoint.native import load
+from kvad.cli.main import main
+from kvad.errors import UsageError
+from kvad.lab.callbacks import CheckCache, Continue, Translate
+from kvad.train.job import train
+from kvad.train.metrics import read_metrics
+from tests.train.conftest import corpus, run_config  # noqa: F401  fixtures
+
+PAIRS = [("ab" * n + "c", "c" + "ba" * n) for n in range(1, 5)] * 12
+SMALL = ("width=16", "encoder.layers=1", "decoder.layers=1", "train.log_every=1", "train.save_every=2")
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("".join(f"{source}\t{target}\n" for source, target in PAIRS))
+    return path
+
+
+def lines(out, kind):
+    return [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == kind]
+
+
+def test_watched_or_not_a_run_is_the_same_to_the_bit(corpus, run_config, tmp_path):  # noqa: F811
+    config = run_config(steps=2, eval_every=1)
+    plain = train(config, [corpus], tmp_path / "plain")
+    watchers = [CheckCache(), Continue(["1 is", "2 is less"], tokens=3, temperature=0.8)]
+    watched = train(config, [corpus], tmp_path / "watched", callbacks=watchers)
+    assert (plain.loss, plain.val_loss) == (watched.loss, watched.val_loss)
+    one, other = (dict(load(tmp_path / name).weights()) for name in ("plain", "watched"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    found = lines(tmp_path / "watched", "measured")
+    assert [line["step"] for line in found] == [1, 2] and all(line["what"] == "cache" for line in found)
+    assert all(0 < line["max_dlogit"] <= line["tolerance"] and line["greedy"] == line["tokens"] > 32 for line in found)
+    said = lines(tmp_path / "watched", "samples")
+    assert [[sample["source"] for sample in line["samples"]] for line in said] == [["1 is", "2 is less"]] * 2
+    assert all(sample["text"] for line in said for sample in line["samples"])
+
+
+def test_of_pairs_the_cache_is_checked_and_bleu_is_measured(pairs, tmp_path):
+    run = ["train", pairs, "--out", tmp_path / "run", "--preset", "transformer-tiny", "--tokenizer", "char"]
+    run += ["--context", 16, "--batch", 2, "--steps", 2, "--eval-every", 1, "--precision", "fp32"]
+    run += [part for each in SMALL for part in ("--set", each)]
+    assert main([str(each) for each in (*run, "--check-cache", "--bleu", 3, "--prompt", "ca")]) == 0
+    found = lines(tmp_path / "run", "measured")
+    assert [(line["step"], line["what"]) for line in found] == [(1, "cache"), (1, "bleu"), (2, "cache"), (2, "bleu")]
+    assert all(line["max_dlogit"] <= line["tolerance"] for line in found if line["what"] == "cache")
+    said = [sample["source"] for line in lines(tmp_path / "run", "samples") for sample in line["samples"]]
+    assert said.count("ca") == 2
+    bleu = found[-1]
+    assert bleu["pairs"] == 3 and 0 <= bleu["bleu"] <= 100 and "|tok:13a|" in bleu["signature"]
+
+
+def test_a_broken_cache_is_seen(corpus, run_config, tmp_path, monkeypatch):  # noqa: F811
+    class Forgetful(Memory):
+        def open(self, step):
+            for positions in self.positions:
+                positions[positions == 3] = -1
+            return super().open(step)
+
+    monkeypatch.setattr("kvad.engine.engine.Memory", Forgetful)
+    heard = []
+
+    class Hear(CheckCache):
+        def on_measured(self, report):
+            heard.append(report)
+
+    train(run_config(steps=2, eval_every=2), [corpus], tmp_path / "run", callbacks=[Hear(tokens=8)])
+    assert heard[0].values["max_dlogit"] > heard[0].values["tolerance"] and "BEYOND ROUNDING" in heard[0].words
+
+
+def test_what_says_nothing_of_a_run_is_refused(corpus, run_config, tmp_path, capsys):  # noqa: F811
+    with pytest.raises(UsageError, match="--bleu: only what is trained on pairs"):
+        train(run_config(), [corpus], tmp_path / "run", callbacks=[Translate(3)])
+    code = main(["train", str(corpus), "--objective", "compress", "--check-cache", "--out", str(tmp_path / "c")])
+    assert code == 2 and "a compressor is trained" in capsys.readouterr().err

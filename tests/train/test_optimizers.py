@@ -1,0 +1,348 @@
+"""Optimizers against implementations that we did not write; the loss scale; averages against their formulas."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from kvad.config import ModelConfig, override
+from kvad.errors import CheckpointError, ConfigError
+from kvad.train.config import OptimConfig, TrainConfig
+from kvad.train.optim import Optimization, by_muon, decays
+from kvad.train.scaling import LossScale
+from models import build, model_config
+
+
+class Toy(nn.Module):
+    """A matrix of a layer, a table, a norm and a stack of matrices."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def made(*shape):
+            return nn.Parameter(torch.randn(*shape, generator=generator, dtype=dtype) * 0.3)
+
+        self.embed = nn.Embedding.from_pretrained(made(11, 6).detach(), freeze=False)
+        self.decoder = nn.Module()
+        layer = nn.Module()
+        layer.up = nn.Linear(6, 9, dtype=dtype)
+        layer.down = nn.Linear(9, 6, dtype=dtype)
+        layer.norm1 = nn.LayerNorm(6, dtype=dtype)
+        layer.gate = made(3, 4, 5)
+        self.decoder.layers = nn.ModuleList([layer])
+        for parameter in self.parameters():
+            parameter.data = made(*parameter.shape).data
+
+    def randomise(self, seed, size=1.0):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            parameter.grad = size * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+
+
+def copied(model):
+    other = Toy()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def advance(model, optimization, steps, start=0):
+    for step in range(start, start + steps):
+        optimization.begin(step, 0.0)
+        model.randomise(step)
+        optimization.step(optimization.norm())
+
+
+# ---------------------------------------------------------------- against others
+
+
+@pytest.mark.parametrize("beta1", [None, 0.9])
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("schedule", ["constant", "relative"])
+def test_adafactor_is_that_of_transformers(beta1, scaled, schedule):
+    optimization = pytest.importorskip("transformers.optimization")
+    ours, theirs = Toy(), Toy()
+    said = {"lr": 0.02, "warmup": 0} if schedule == "constant" else {}
+    config = OptimConfig(
+        name="adafactor", schedule=schedule, beta1=beta1, scale_by_parameter=scaled, weight_decay=0.1, clip=1e9, **said
+    )
+    mine = Optimization(ours, config, TrainConfig())
+    named = list(theirs.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if decays(n, p)], "weight_decay": 0.1},
+        {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
+    ]
+    relative = schedule == "relative"
+    oracle = optimization.Adafactor(
+        groups,
+        lr=None if relative else 0.02,
+        relative_step=relative,
+        scale_parameter=scaled,
+        beta1=beta1,
+    )
+    for step in range(12):
+        mine.begin(step, 0.0)
+        ours.randomise(step, size=10.0 ** (step % 4 - 2))
+        theirs.randomise(step, size=10.0 ** (step % 4 - 2))
+        mine.step(mine.norm())
+        oracle.step()
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def orthogonalised(matrix):
+    """Five steps of X <- 3.4445 X - 4.7750 (X X') X + 2.0315 (X X')^2 X, from X / |X| (Jordan et al. 2024)."""
+    flip = matrix.shape[0] > matrix.shape[1]
+    x = (matrix.T if flip else matrix).bfloat16()
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ x
+    return (x.T if flip else x).to(matrix.dtype)
+
+
+def test_muon_takes_matrices_of_layers_and_adamw_the_rest():
+    ours, theirs = Toy(torch.float32), Toy(torch.float32)
+    config = OptimConfig(name="muon", schedule="constant", lr=0.02, warmup=0, weight_decay=0.1, clip=1e9)
+    mine = Optimization(ours, config, TrainConfig())
+    rest = [(n, p) for n, p in theirs.named_parameters() if not by_muon(n, p)]
+    assert {n for n, p in theirs.named_parameters() if by_muon(n, p)} == {
+        "decoder.layers.0.up.weight",
+        "decoder.layers.0.down.weight",
+    }
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in rest if decays(n, p)], "weight_decay": 0.1},
+            {"params": [p for n, p in rest if not decays(n, p)], "weight_decay": 0.0},
+        ],
+        lr=0.02,
+        betas=(0.9, 0.95),
+    )
+    momentum = {n: torch.zeros_like(p) for n, p in theirs.named_parameters()}
+    for step in range(5):
+        mine.begin(step, 0.0)
+        ours.randomise(step)
+        theirs.randomise(step)
+        mine.step(mine.norm())
+        adamw.step()
+        with torch.no_grad():
+            for name, p in theirs.named_parameters():
+                if by_muon(name, p):
+                    momentum[name] = 0.95 * momentum[name] + 0.05 * p.grad
+                    update = orthogonalised(0.05 * p.grad + 0.95 * momentum[name])
+                    p.mul_(1 - 0.02 * 0.1).sub_(0.02 * 0.2 * math.sqrt(max(p.shape)) * update)
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        began = dict(Toy(torch.float32).named_parameters())[name]
+        if by_muon(name, a):  # in bfloat16: each rounds in its own order
+            assert (a - b).norm() < 0.06 * (b - began).norm(), name
+        else:
+            torch.testing.assert_close(a, b)
+
+
+def test_muons_update_is_nearly_orthogonal():
+    """Its singular values lie in the band of the paper, whatever the gradient's are."""
+    model = build(model_config(), dtype=torch.float32)
+    config = OptimConfig(name="muon", schedule="constant", lr=1.0, warmup=0, weight_decay=0.0)
+    optimization = Optimization(model, config, TrainConfig())
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if by_muon(name, p)}
+    optimization.begin(0, 0.0)
+    torch.manual_seed(0)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimization.step(optimization.norm())
+    assert before
+    for name, p in model.named_parameters():
+        if name in before:
+            values = torch.linalg.svdvals(((before[name] - p) / (0.2 * math.sqrt(max(p.shape)))).double())
+            assert values.min() > 0.3 and values.max() < 1.3, (name, values)
+
+
+def test_the_rate_of_matrices_keeps_its_ratio():
+    config = OptimConfig(name="muon", lr=1e-3, min_lr=1e-4, matrix_lr=2e-2)
+    optimization = Optimization(Toy(), config, TrainConfig(steps=100))
+    for step in (0, 50, 99):
+        rate = optimization.begin(step, 0.0)
+        muon, adamw = optimization.optimizers
+        assert muon.param_groups[0]["lr"] == pytest.approx(20 * rate) and adamw.param_groups[0]["lr"] == rate
+
+
+def test_muon_without_a_matrix_is_refused():
+    with pytest.raises(ConfigError, match=r"optim.name: muon is for matrices of layers"):
+        Optimization(nn.Linear(3, 3), OptimConfig(name="muon"), TrainConfig())
+
+
+def test_norms_of_each_head_do_not_decay():
+    said = override(model_config().to_dict(), {"decoder.kinds.L.mixer.qk_norm": "each"})
+    model = build(ModelConfig.from_dict(said), dtype=torch.float32)
+    norms = [(n, p) for n, p in model.named_parameters() if "norm" in n and p.dim() == 2]
+    assert norms and not any(decays(n, p) or by_muon(n, p) for n, p in norms)
+
+
+# ---------------------------------------------------------------- state
+
+
+CONFIGS = {
+    "adamw": {},
+    "adafactor": {"name": "adafactor"},
+    "adafactor-average": {"name": "adafactor", "beta1": 0.9, "schedule": "relative"},
+    "muon": {"name": "muon"},
+    "plateau": {"schedule": "plateau", "patience": 0},
+    "ema": {"ema": 0.9},
+    "average": {"average": 2, "average_every": 2},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_state_comes_back_to_the_bit(name):
+    config, train = OptimConfig(**CONFIGS[name]), TrainConfig(steps=20)
+    model = Toy()
+    first = Optimization(model, config, train)
+    advance(model, first, 5)
+    first.evaluated(2.0), first.evaluated(3.0)
+    stored = {key: tensor.clone() for key, tensor in first.tensors().items()}
+    with first.averaged():
+        again = copied(model)  # what a checkpoint holds
+    second = Optimization(again, config, train)
+    second.restore(stored)
+    advance(model, first, 4, start=5)
+    advance(again, second, 4, start=5)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    one, other = first.tensors(), second.tensors()
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    model = Toy()
+    optimization = Optimization(model, OptimConfig(name="adafactor"), TrainConfig())
+    advance(model, optimization, 1)
+    stored = optimization.tensors()
+    stored["row.embed.weight"] = torch.zeros(3)
+    with pytest.raises(CheckpointError, match=r"row.embed.weight is of shape \[3\], expected \[11\]"):
+        optimization.restore(stored)
+    averaged = Optimization(model, OptimConfig(ema=0.5), TrainConfig())
+    with pytest.raises(CheckpointError, match=r"averaged is missing"):
+        averaged.restore({})
+    plateau = Optimization(model, OptimConfig(schedule="plateau"), TrainConfig())
+    with pytest.raises(CheckpointError, match=r"plateau is missing"):
+        plateau.restore({})
+
+
+def test_what_needs_no_gradient_is_left_alone():
+    model = Toy()
+    model.embed.weight.requires_grad_(False)
+    before = model.embed.weight.clone()
+    optimization = Optimization(model, OptimConfig(ema=0.5), TrainConfig())
+    advance(model, optimization, 2)
+    assert torch.equal(model.embed.weight, before) and not any("embed" in name for name in optimization.tensors())
+
+
+# ---------------------------------------------------------------- fp16's loss scale
+
+
+def test_the_loss_scale_is_that_of_torch():
+    ours = LossScale(patience=3)
+    parameter = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=3)
+    for bad in [1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1]:
+        theirs.scale(parameter.sum()).backward()
+        parameter.grad.fill_(math.inf if bad else 1.0)
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        assert ours.settle(math.inf if bad else 1.0) is not bool(bad)
+        assert ours.scale == theirs.get_scale()
+
+
+def fp16(model):
+    return Optimization(model, OptimConfig(lr=0.1, warmup=0), TrainConfig(precision="fp16", device="cuda"))
+
+
+def test_an_overflow_is_skipped_and_training_recovers():
+    model, plain = Toy(), Toy()
+    optimization = fp16(model)
+    reference = Optimization(plain, OptimConfig(lr=0.1, warmup=0), TrainConfig())
+    done = 0
+    for step, bad in enumerate([True, False, False, True, False]):
+        optimization.begin(step, 0.0)
+        model.randomise(step)
+        size = 7 / optimization.scaled(7)
+        assert size == 2.0 ** (15 if done or step else 16) or step == 4
+        for parameter in model.parameters():
+            parameter.grad.mul_(size)
+        if bad:
+            model.embed.weight.grad[0, 0] = math.inf
+        norm, before = optimization.norm(), copied(model)
+        assert optimization.usable(norm) and math.isfinite(norm) is not bad
+        optimization.step(norm)
+        same = all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+        assert same is bad
+        if not bad:
+            done += 1
+            reference.begin(step, 0.0)
+            plain.randomise(step)
+            reference.step(reference.norm())
+    assert optimization.scale.state == (2.0**14, 1.0)
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    again = fp16(copied(model))
+    again.restore(optimization.tensors())
+    assert again.scale.state == optimization.scale.state
+
+
+def test_what_no_scale_mends_is_an_error():
+    optimization = fp16(Toy())
+    for _ in range(16):
+        assert optimization.usable(math.nan)
+        optimization.step(math.nan)
+    assert optimization.scale.scale == 1.0 and not optimization.usable(math.nan)
+    assert not Optimization(Toy(), OptimConfig(), TrainConfig()).usable(math.inf)
+
+
+# ---------------------------------------------------------------- averages
+
+
+def weights_after(config, steps):
+    """Of every step, raw; and the average at the end."""
+    model = Toy()
+    optimization = Optimization(model, config, TrainConfig(steps=100))
+    raw = []
+    for step in range(steps):
+        advance(model, optimization, 1, start=step)
+        raw.append([p.detach().clone() for p in model.parameters()])
+    with optimization.averaged():
+        found = [p.detach().clone() for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), raw[-1], strict=True)), "raw weights came back"
+    return raw, found
+
+
+def test_ema_is_its_formula():
+    raw, found = weights_after(OptimConfig(ema=0.9), 7)
+    for index, average in enumerate(found):
+        wanted = sum(0.1 * 0.9 ** (6 - i) * one[index] for i, one in enumerate(raw)) / (1 - 0.9**7)
+        torch.testing.assert_close(average, wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("steps", "which"), [(1, [1]), (3, [2]), (4, [2, 4]), (9, [4, 6, 8]), (10, [6, 8, 10])])
+def test_the_average_is_the_mean_of_the_last_kept(steps, which):
+    raw, found = weights_after(OptimConfig(average=3, average_every=2), steps)
+    for index, average in enumerate(found):
+        wanted = torch.stack([raw[step - 1][index] for step in which]).mean(dim=0)
+        torch.testing.assert_close(average, wanted, rtol=1e-13, atol=1e-14)
+
+
+def test_an_error_within_brings_the_raw_weights_back():
+    model = Toy()
+    optimization = Optimization(model, OptimConfig(ema=0.9), TrainConfig())
+    advance(model, optimization, 3)
+    before = copied(model)
+
+    def fail():
+        with optimization.averaged():
+            assert not torch.equal(model.embed.weight, before.embed.weight)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
