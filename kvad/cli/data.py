@@ -45,7 +45,7 @@ def data() -> None:
 @data.command()
 @click.argument("texts", metavar="[RUN.toml] IN...", nargs=-1, type=click.Path(path_type=Path))
 @pairs_option
-@click.option("--out", required=True, metavar="DIR", type=click.Path(path_type=Path), help="The folder to make.")
+@click.option("--out", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help="The folder to make.")
 @click.option("--format", "kind", type=click.Choice(FORMATS), help="How files are read.  [default: auto, by name]")
 @click.option("--field", help="Of JSON lines: the text's field.  [default: text]")
 @click.option("--source-field", help="Of pairs as JSON lines.  [default: source]")
@@ -54,7 +54,7 @@ def data() -> None:
 @click.option("--errors", type=click.Choice(["strict", "replace"]), help="Bytes that are not UTF-8.  [default: strict]")
 @click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load.  [default: bpe]")
 @click.option("--vocab-size", type=int, help="Ceiling of the vocabulary.  [default: 4096]")
-@click.option("--overwrite", is_flag=True, help="Let prepared data that DIR holds give way.")
+@click.option("--overwrite", is_flag=True, help="Let prepared data that it holds give way.")
 @json_option
 def prepare(
     texts: tuple[Path, ...],
