@@ -58,6 +58,9 @@ class Unit(NamedTuple):
             targets = np.append(targets, self.follow)
         return Segment(self.tokens[begin:end], targets, self.source)
 
+    def before(self, end: int) -> Unit:
+        return self._replace(tokens=self.tokens[:end], follow=int(self.tokens[end]), closes=False)
+
     def after(self, taken: int) -> Unit:
         return self._replace(tokens=self.tokens[taken:], opens=False, begin=self.begin + taken)
 
@@ -177,6 +180,8 @@ class BlockRows:
         """The first units held out, of ``tokens`` tokens together (0: all), packed."""
         units, count = list[Unit](), 0
         for unit in self._chosen(0, held=True):
+            if unit.source is None and 0 < tokens - count < len(unit.tokens):
+                unit = unit.before(tokens - count)
             units.append(unit)
             count += len(unit.tokens)
             if 0 < tokens <= count:

@@ -1,0 +1,232 @@
+"""``kvad data prepare`` and ``check``: what is written once is used by many runs, or refused; a leak is exit code 1."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvad.cli.main import main
+from kvad.errors import ConfigError, DataError, UsageError
+from kvad.step import Reach
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train import job
+from kvad.train.config import RunConfig
+from kvad.train.material import Material
+from kvad.train.pairs import PairPaths
+from kvad.train.prepared import Prepared, is_prepared
+from train.conftest import Listener
+from train.test_cli import QUICK, kvad
+from train.test_job import hashes
+
+RUN = """
+[model]
+preset = "tiny"
+set = {{ "width" = 32, "decoder.layers" = 1, "decoder.kinds.L.mlp.hidden" = 32 }}
+[data]
+context = 16
+{data}
+[tokenizer]
+kind = "byte"
+[train]
+steps = 3
+batch = 2
+precision = "fp32"
+eval_tokens = 100
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    def make(name="run.toml", **data):
+        path = tmp_path / name
+        path.write_text(RUN.format(data="\n".join(f"{key} = {json.dumps(value)}" for key, value in data.items())))
+        return path
+
+    return make
+
+
+@pytest.fixture
+def prepared(tmp_path, corpus):
+    code, out, err = kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", tmp_path / "data")
+    assert code == 0 and "12 documents, 1 shard, vocabulary 257" in out, err
+    return tmp_path / "data"
+
+
+def test_a_prepared_folder_says_what_it_holds(prepared, corpus):
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    texts = [path.read_bytes() for path in sorted(corpus.iterdir())]
+    assert manifest["documents"] == 12 and manifest["tokens"] == sum(len(text) + 1 for text in texts)
+    assert manifest["largest"] == 256 and manifest["vocab"] == 257 and manifest["kind"] == "documents"
+    assert manifest["tokenizer"] == train_tokenizer("byte", []).fingerprint()
+    found = Prepared(prepared)
+    assert found.store.take(np.arange(1, 6)).tolist() == list(texts[0][:5]) and is_prepared(prepared)
+    assert not is_prepared(corpus)
+
+
+def test_runs_on_texts_on_prepared_data_and_on_a_stream(prepared, corpus, run, tmp_path):
+    """The same weights from texts and from prepared data; a stream resumes to the same weights from any save."""
+    for name, where in (("texts", corpus), ("tokens", prepared)):
+        assert kvad("train", run(), where, "--out", tmp_path / name)[0] == 0
+    assert hashes(tmp_path / "texts") == hashes(tmp_path / "tokens")
+    assert not (tmp_path / "tokens" / "data").exists() and (tmp_path / "texts" / "data").exists()
+    assert kvad("train", "--resume", "--out", tmp_path / "tokens")[0] == 0
+    settings = {"order": "stream", "shuffle": 2, "validation": 0.3, "documents": "lines"}
+    stream = run("stream.toml", **settings)
+    steps = ["--steps", 6, "--save-every", 2, "--batch", 16]
+    assert kvad("train", stream, corpus, "--out", tmp_path / "through", *steps)[0] == 0
+    config, _ = job.stored_run(tmp_path / "through")
+
+    class Stop(Listener):
+        def on_save(self, path, step):
+            if step == 4:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        job.train(config, [corpus], tmp_path / "killed", callbacks=[Stop()])
+    state = json.loads((tmp_path / "killed/checkpoints/step-00000004/training/state.json").read_text())
+    assert len(state["position"][0]) == 4 and state["position"][0][0] > 0
+    assert not (tmp_path / "killed" / "data").exists()
+    job.resume(tmp_path / "killed")
+    assert hashes(tmp_path / "killed") == hashes(tmp_path / "through")
+
+
+def test_a_mixture_is_trained_on_by_its_run_file(prepared, corpus, run, tmp_path):
+    sources = f'sources = [{{paths = ["{prepared}"], weight = 3}}, {{paths = ["{corpus / "03.txt"}"]}}]'
+    path = run()
+    path.write_text(
+        path.read_text().replace("context = 16", f"context = 16\n{sources}").replace('[tokenizer]\nkind = "byte"', "")
+    )
+    code, _, err = kvad("train", path, "--out", tmp_path / "mixed")
+    assert code == 0 and "prepared: " in err and "corpus: 1 file" in err, err
+    assert kvad("train", "--resume", "--out", tmp_path / "mixed")[0] == 0
+    code, _, err = kvad("train", path, corpus, "--out", tmp_path / "other")
+    assert code == 2 and "data.sources names the texts already" in err
+
+
+def material(prepared, **tables):
+    return Material(RunConfig.from_dict(tables), [prepared], lambda _: None)
+
+
+def test_what_no_longer_belongs_together_is_refused(prepared, tmp_path):
+    char = train_tokenizer("char", ["abc"])
+    char.save(tmp_path / "char")
+    with pytest.raises(DataError, match=r"char is not the tokenizer that made the tokens of .*data"):
+        material(prepared, tokenizer={"path": str(tmp_path / "char")}).make_tokenizer()
+    with pytest.raises(ConfigError, match=r"\[tokenizer\]: the tokens of .*data are made already, by byte"):
+        material(prepared, tokenizer={"kind": "char"}).make_tokenizer()
+    assert material(prepared, tokenizer={"kind": "byte"}).make_tokenizer().kind == "byte"
+    with pytest.raises(ConfigError, match=r"is prepared, and a stream reads texts"):
+        material(prepared, data={"order": "stream"})
+    with pytest.raises(DataError, match=r"the run's tokenizer is not the tokenizer that made the tokens"):
+        material(prepared).open(tmp_path / "x", char)
+    char.save(prepared / "tokenizer")
+    with pytest.raises(DataError, match=r"tokenizer is not the tokenizer that made the tokens .*prepare it again"):
+        Prepared(prepared)
+
+
+def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, run, tmp_path, corpus):
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    (prepared / "manifest.json").write_text(json.dumps(manifest | {"largest": 300}))
+    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+    assert code == 2 and "holds token id 300, beyond the vocabulary of 257" in err
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
+    tokens = bytearray((prepared / "tokens-00000.bin").read_bytes())
+    tokens[1::2] = b"\x02" * (len(tokens) // 2)  # every id is 512 more
+    (prepared / "tokens-00000.bin").write_bytes(tokens)
+    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+    assert code == 2 and "is beyond the model's vocabulary of 257" in err, err
+    code, _, err = kvad("data", "check", run(), prepared)
+    assert code == 2, err
+    (prepared / "tokens-00000.bin").write_bytes(tokens[:-2])
+    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+    assert code == 2 and "tokens-00000.bin has" in err and "instead of" in err
+    (prepared / "manifest.json").write_text(json.dumps({"prepared": 1}))
+    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+    assert code == 2 and "its manifest is damaged" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{corpus}", "--out", "{corpus}"], "is not empty (choose another --out)"),
+        (["{corpus}", "--out", "{data}"], "is not empty (--overwrite lets it give way)"),
+        (["{data}", "--out", "{data}2"], "only texts can be prepared"),
+        (["{corpus}", "--out", "{data}2", "--format", "jsnl"], "'jsnl' is not one of"),
+        (["{corpus}", "--format", "pairs", "--out", "{data}2"], "is a folder, and pairs come from files"),
+        (["nowhere", "--out", "{data}2"], "no such file or folder: nowhere"),
+    ],
+)
+def test_what_cannot_be_prepared_is_one_line(prepared, corpus, arguments, says):
+    code, _, err = kvad("data", "prepare", *(a.format(corpus=corpus, data=prepared) for a in arguments))
+    said = err.replace("\nkvad: hint: ", " (").rstrip() + ")"
+    assert code == 2 and says in said and "Traceback" not in err, err
+    assert kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", prepared, "--overwrite")[0] == 0
+
+
+def test_pairs_are_for_an_encoder_decoder(prepared, tmp_path, corpus):
+    with pytest.raises(DataError, match=r"holds documents, and this model reads pairs"):
+        Material(RunConfig(), PairPaths(((prepared,),)), lambda _: None)
+    with pytest.raises(UsageError, match="only texts can be prepared"):
+        material(prepared).only()
+
+
+# ---------------------------------------------------------------- check
+
+
+@pytest.mark.parametrize("data", [{}, {"packing": "first-fit", "reset": False}, {"order": "sequential", "shuffle": 3}])
+def test_a_real_batch_proves_that_nothing_leaks(prepared, run, data):
+    data = {"documents": "lines", "validation": 0.2, "context": 400, **data}
+    file = run(**data)
+    file.write_text(file.read_text().replace("context = 16\n", ""))
+    code, out, err = kvad("data", "check", file, prepared, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["ok"] and found["gradient"] <= 1e-12 and found["documents"] > found["rows"]
+    assert all(each["others"] == 0 and each["own"] > 1e-6 for each in found["perturbed"]) and found["perturbed"]
+    assert found["loss_packed"] == pytest.approx(found["loss_alone"], rel=1e-12)
+    code, out, _ = kvad("data", "check", file, prepared)
+    assert code == 0 and out.rstrip().endswith("ok") and "<|endofdoc|>" in out and "% of the places taken" in out
+
+
+def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(prepared, run, monkeypatch):
+    real = Reach.allows
+    monkeypatch.setattr(Reach, "allows", lambda self, q, k: real(self, q._replace(document=None), k))
+    file = run()
+    file.write_text(file.read_text().replace("context = 16", "context = 400"))
+    code, out, err = kvad("data", "check", file, prepared)
+    assert code == 1 and "LEAK" in out and "moves another one's logits" in out, err
+    assert "packed gradients differ from those of documents alone" in out
+    code, out, _ = kvad("data", "check", file, prepared, "--json")
+    assert code == 1 and not json.loads(out)["ok"]
+
+
+def test_positions_that_do_not_restart_are_seen_where_they_should(prepared, run, monkeypatch):
+    """Documents that are not isolated: said so, and only what comes later may move."""
+    file = run(isolate=False)
+    file.write_text(file.read_text().replace("context = 16", "context = 400"))
+    code, out, _ = kvad("data", "check", file, prepared)
+    assert code == 0 and "gradients   not compared" in out and "(data.isolate is off)" in out
+    real = Reach.allows
+    monkeypatch.setattr(Reach, "allows", lambda self, q, k: real(self, q._replace(order=None), k._replace(order=None)))
+    code, out, _ = kvad("data", "check", file, prepared)
+    assert code == 1 and "moves another one's logits" in out, "by position alone a document sees later ones"
+
+
+def test_a_run_and_its_pairs_are_checked_with_its_own_weights(tmp_path):
+    (tmp_path / "p.tsv").write_text("".join(f"{n} und {n + 1}\t{n} and {n + 1}\n" for n in range(40)))
+    small = ["--preset", "transformer-tiny", "--set", "width=32", *QUICK[8:]]
+    code, _, err = kvad("train", tmp_path / "p.tsv", *small, "--context", 48, "--steps", 2, "--out", tmp_path / "run")
+    assert code == 0, err
+    code, out, err = kvad("data", "check", tmp_path / "run", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["ok"] and {each["side"] for each in found["perturbed"]} == {"source", "target"}, err
+    assert found["gradient"] <= 1e-12
+    assert main(["data", "check", str(tmp_path / "run.toml")]) == 2
+
+
+def test_a_damaged_shard_is_named(prepared, run):
+    tokens = bytearray((prepared / "tokens-00000.bin").read_bytes())
+    tokens[40] ^= 1
+    (prepared / "tokens-00000.bin").write_bytes(tokens)
+    code, out, _ = kvad("data", "check", run(), prepared)
+    assert code == 1 and "tokens-00000.bin is damaged: prepare it again" in out

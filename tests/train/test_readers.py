@@ -1,0 +1,113 @@
+"""Compressed files, JSON lines and pieces: what is read, and what is said of what cannot be."""
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from kvad.errors import DataError
+from kvad.text.base import cut
+from kvad.train import readers
+from kvad.train.corpus import open_corpus
+from kvad.train.pairs import PairPaths, open_pairs
+from kvad.train.readers import FORMATS, Reading, blocks_of, lines_of
+
+TEXT = "Grüße — 한국어 🙂 aus dem Märchenwald, 12 mal.\n" * 40
+
+
+def zstd(content):
+    zstandard = pytest.importorskip("zstandard")
+    return zstandard.ZstdCompressor().compress(content)
+
+
+PACK = {".txt": lambda x: x, ".txt.gz": gzip.compress, ".txt.zst": zstd}
+
+
+@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize("block", [1, 7, 1 << 20])
+def test_compressed_or_not_a_text_is_the_same_in_blocks_of_any_size(tmp_path, monkeypatch, suffix, block):
+    monkeypatch.setattr(readers, "BLOCK", block)
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(PACK[suffix](b"\xef\xbb\xbf" + TEXT.encode()))
+    assert "".join(blocks_of(path, "strict")) == TEXT
+    assert list(lines_of(path, "strict")) == TEXT.splitlines()
+
+
+@pytest.mark.parametrize("suffix", [".txt.gz", ".txt.zst"])
+def test_several_frames_are_one_file_and_a_cut_one_is_named(tmp_path, suffix):
+    once = PACK[suffix](TEXT.encode())
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(once + once)
+    assert "".join(blocks_of(path, "strict")) == 2 * TEXT
+    for content in (once[:-9], once + once[:-9], b"no such thing " * 9):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"x{suffix} is damaged or cut short"):
+            list(blocks_of(path, "strict"))
+
+
+def test_without_zstandard_one_line_says_what_to_install(tmp_path, monkeypatch):
+    (tmp_path / "x.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(DataError, match=r"zstandard is not installed \(pip install 'kvad\[zstd\]'\)"):
+        open_corpus([tmp_path / "x.zst"])
+
+
+def test_pieces_are_those_of_the_whole_text_and_their_ends_are_known(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "CUT_CHARS", 50)
+    monkeypatch.setattr(readers, "cut", lambda text: cut(text, 50))
+    monkeypatch.setattr(readers, "BLOCK", 33)
+    (tmp_path / "x.txt").write_text(TEXT)
+    found = list(FORMATS["text"](tmp_path / "x.txt", Reading()))
+    assert [piece.text for piece in found] == list(cut(TEXT, 50)) and len(found) > 20
+    assert [p.opens for p in found] == [True] + [False] * (len(found) - 1)
+    assert [p.closes for p in found] == [False] * (len(found) - 1) + [True]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": TEXT}))
+    assert list(FORMATS["jsonl"](tmp_path / "x.jsonl", Reading())) == found
+    assert list(open_corpus([tmp_path / "x.txt"]).texts()) == [TEXT]
+
+
+def test_a_broken_byte_is_named_wherever_it_stands(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "BLOCK", 4)
+    for at in range(9):
+        (tmp_path / "x.txt").write_bytes(b"\xc3\xa9" * 2 + b"a" * at + b"\xe9zz")
+        with pytest.raises(DataError, match=rf"x.txt is not UTF-8: byte 0xE9 at offset {4 + at}"):
+            list(blocks_of(tmp_path / "x.txt", "strict"))
+
+
+def test_json_lines_are_documents_by_their_field(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(b'{"body": "one\\ntwo", "n": 3}\n\n{"body": " "}\n{"body": "3"}\n')
+    )
+    (tmp_path / "b.txt").write_text("plain")
+    corpus = open_corpus([tmp_path], field="body")
+    assert list(corpus.texts()) == ["one\ntwo", "3", "plain"]
+    assert corpus.settings()["field"] == "body" and "field" not in open_corpus([tmp_path / "b.txt"]).settings()
+    assert [s.name for s in open_corpus([tmp_path], suffixes=[".jsonl"]).sources] == [f"{tmp_path.name}/a.jsonl.gz"]
+    whole = open_corpus([tmp_path / "b.txt"], format="lines")
+    assert whole.lines and list(whole.texts()) == ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"txt": "a"}', r"x.jsonl, line 2, has no field 'text' \(did you mean 'txt'\?\)"),
+        ('{"text": 3}', r"x.jsonl, line 2: the field 'text' is int, not a text"),
+        ('["a"]', r"x.jsonl, line 2, is list, not an object"),
+        ('{"text": "a"', r"x.jsonl, line 2, is not JSON: .*delimiter"),
+    ],
+)
+def test_json_that_is_no_document_is_named_by_its_line(tmp_path, line, says):
+    (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match=says):
+        list(open_corpus([tmp_path / "x.jsonl"]).texts())
+
+
+def test_pairs_of_json_lines_and_compressed_parallel_files(tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"de": "eins", "en": "one"}\n{"de": "", "en": "-"}\n')
+    pairs = open_pairs(PairPaths(((tmp_path / "p.jsonl",),)), fields=("de", "en"))
+    assert list(pairs.texts()) == ["eins", "one"] and pairs.skipped == 1 and pairs.settings()["pairs"]["fields"]
+    for name, text in (("a.gz", "eins\nzwei\ndrei\n"), ("b.gz", "one\ntwo\n")):
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    with pytest.raises(DataError, match=r"a.gz has 3 lines, .*b.gz has 2 lines; line 3 of the longer one"):
+        open_pairs(PairPaths(((tmp_path / "a.gz", tmp_path / "b.gz"),)))
