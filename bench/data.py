@@ -1,0 +1,188 @@
+"""How fast texts become tokens and rows, and how full the rows are: one JSON line per measure.
+
+    python bench/data.py [TEXT_OR_FOLDER ...] [--megabytes 16] [--context 2048] [--consumed 400]
+
+Without texts: the sources of this Python's library.  ``prepare``: ``kvad data prepare`` (read, encode, frame, write and
+hash) against ``tokenizers.encode_batch`` of the same vocabulary on the same texts, which keeps nothing; both on all
+cores, best of three, in turns.  ``rows``: tokens a second that come out of each packing and order, and how many times
+what a training step of GPT-2-124M takes (``--consumed``, tokens/s).  ``packing``: how full the rows are.  ``padding``:
+real tokens a second of a small model, packed and with a document a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvad.lab.sources import find_sources
+from kvad.model.transformer import Transformer
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train.config import RunConfig
+from kvad.train.corpus import open_corpus
+from kvad.train.data import DocumentData
+from kvad.train.objective import Autocast, NextToken
+from kvad.train.prepared import Prepared, prepare
+from kvad.train.rows import Batch, Row, collate
+from kvad.train.stream import SequentialData, units_of_store, units_of_texts
+
+ORDERS = [("epochs", "split"), ("epochs", "first-fit"), ("epochs", "best-fit"), ("sequential", "split")]
+ORDERS += [("sequential", "first-fit"), ("stream", "split"), ("stream", "first-fit")]
+
+
+def emit(measure: str, **values: object) -> None:
+    print(json.dumps({"measure": measure, **values, "cores": os.cpu_count()}), flush=True)
+
+
+def best(*runs: Callable[[], object], times: int = 3) -> list[float]:
+    """The shortest time of each in seconds, taken in turns."""
+    found = [float("inf")] * len(runs)
+    for _ in range(times):
+        for number, run in enumerate(runs):
+            began = time.perf_counter()
+            run()
+            found[number] = min(found[number], time.perf_counter() - began)
+    return found
+
+
+def chosen(paths: list[Path], limit: float, folder: Path) -> Path:
+    """Texts of about ``limit`` MB together in one folder."""
+    files = paths or find_sources().files
+    if len(paths) == 1 and paths[0].is_dir():
+        files = sorted(path for path in paths[0].rglob("*") if path.is_file())
+    total, target = 0, folder / "texts"
+    target.mkdir()
+    for number, path in enumerate(files):
+        content = path.read_bytes()
+        if b"\0" in content[:8192] or not content.strip():
+            continue
+        (target / f"{number:06d}.txt").write_bytes(content)
+        total += len(content)
+        if total >= limit * 1e6:
+            break
+    return target
+
+
+def config(context: int, order: str, packing: str) -> RunConfig:
+    data = {"context": context, "order": order, "packing": packing, "shuffle": 64, "errors": "replace"}
+    return RunConfig.from_dict({"data": data, "train": {"batch": 8}})
+
+
+def measure_prepare(texts: Path, folder: Path, vocab: int) -> None:
+    corpus = open_corpus([texts], errors="replace")
+    whole = list(corpus.texts())
+    tokenizer = train_tokenizer("bpe", whole[:: max(1, len(whole) // 100)], vocab_size=vocab)
+    backend = tokenizer._backend  # type: ignore[attr-defined]
+
+    def ours() -> None:
+        prepare(RunConfig(), corpus, tokenizer, folder / "data", overwrite=True)
+
+    encode, fast, write = best(
+        lambda: backend.encode_batch(whole, add_special_tokens=False),
+        lambda: backend.encode_batch_fast(whole, add_special_tokens=False),
+        ours,
+    )
+    size = corpus.num_bytes / 1e6
+    emit(
+        "prepare",
+        megabytes=round(size, 2),
+        documents=len(whole),
+        prepare_mb_per_s=round(size / write, 3),
+        encode_batch_mb_per_s=round(size / encode, 3),
+        ratio=round(encode / write, 3),
+        ratio_of_encode_batch_fast=round(fast / write, 3),
+    )
+
+
+def made(texts: Path, folder: Path, settings: RunConfig) -> DocumentData | SequentialData:
+    found = Prepared(folder / "data")
+    if settings.data.order == "epochs":
+        return DocumentData(found.store, settings)
+    if settings.data.order == "stream":
+        units = units_of_texts(open_corpus([texts], errors="replace", hashed=False), found.tokenizer)
+    else:
+        units = units_of_store(found.store, 0, found.store.num_documents, pairs=False)
+    return SequentialData([(units, 1.0)], settings, 0, pairs=False, what="")
+
+
+def measure_rows(texts: Path, folder: Path, context: int, consumed: float) -> None:
+    for order, packing in ORDERS:
+        data = made(texts, folder, config(context, order, packing))
+        tokens, step, began = 0, 0, time.perf_counter()
+        while time.perf_counter() - began < 2:
+            tokens += sum(len(batch.targets) for batch in data.micro_batches(step))
+            step += 1
+        speed = tokens / (time.perf_counter() - began)
+        emit("rows", order=order, packing=packing, tokens_per_s=round(speed), times=round(speed / consumed, 1))
+
+
+def measure_packing(texts: Path, folder: Path, context: int) -> None:
+    for packing in ("split", "first-fit", "best-fit"):
+        use = made(texts, folder, config(context, "epochs", packing)).use()
+        lost = use.cropped / (use.taken + use.cropped)
+        emit(
+            "packing",
+            packing=packing,
+            context=context,
+            rows=use.rows,
+            taken=round(use.taken / use.places, 4),
+            padding=round(1 - use.taken / use.places, 4),
+            cropped=round(lost, 4),
+        )
+
+
+def measure_padding(texts: Path, folder: Path) -> None:
+    """Documents of at most 128 tokens (lines), packed by first fit and one to a row, as batches of as many rows."""
+    lines = open_corpus([texts], errors="replace", lines=True)
+    with tempfile.TemporaryDirectory() as other:
+        store_folder = Path(other) / "data"
+        prepare(RunConfig(), lines, Prepared(folder / "data").tokenizer, store_folder)
+        data = DocumentData(Prepared(store_folder).store, config(128, "epochs", "first-fit"))
+        packed = data.rows(np.arange(32))
+        apart: list[Row] = [[part] for row in packed for part in row][::3]
+        model = Transformer(RunConfig.from_dict({"model": {"preset": "tiny"}}).resolve(4096))
+        objective = NextToken(model, Autocast("fp32", "cpu"))
+
+        def speed(rows: list[Row]) -> float:
+            batches: list[Batch] = [collate(rows[low : low + 8], data.shape) for low in range(0, len(rows), 8)]
+            tokens = sum(len(batch.targets) for batch in batches)
+            (seconds,) = best(lambda: [objective.backward(batch, tokens) for batch in batches])
+            return tokens / seconds
+
+        mixed = [apart[at] for at in np.random.default_rng(0).permutation(len(apart))]
+        together, single = speed(packed), speed(mixed)
+        emit(
+            "padding",
+            packed_tokens_per_s=round(together),
+            padded_tokens_per_s=round(single),
+            times=round(together / single, 2),
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("texts", nargs="*", type=Path)
+    parser.add_argument("--megabytes", type=float, default=16)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--consumed", type=float, default=400, help="tokens/s of a GPT-2-124M step on this machine")
+    wanted = parser.parse_args()
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        texts = chosen(wanted.texts, wanted.megabytes, folder)
+        measure_prepare(texts, folder, wanted.vocab)
+        measure_rows(texts, folder, wanted.context, wanted.consumed)
+        measure_packing(texts, folder, wanted.context)
+        measure_padding(texts, folder)
+
+
+if __name__ == "__main__":
+    main()
