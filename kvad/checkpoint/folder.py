@@ -1,9 +1,8 @@
 """Where a checkpoint is, its small files, and whether its files are those that were saved: what needs no torch.
 
 A *checkpoint* is a folder with a ``config.json``; a *run* is a folder with ``checkpoints/step-N/`` in it, and stands
-for its newest step; ``best`` beside them is a link to the one with the lowest validation loss (``kept.py``).  ``locate``
-takes any of these.  The manifest says of every file how long it is and its sha256.  Standard
-library only.
+for its newest step; ``best`` in it is a link to the one with the lowest validation loss (``kept.py``).  ``locate``
+takes any of these.  The manifest says of every file how long it is and its sha256.  Standard library only.
 """
 
 from __future__ import annotations

@@ -187,6 +187,7 @@ class _Run:
             train,
             state,
             Saver(lambda: self._moment(state), self._write, beside=train.save_beside),
+            whence=self.material.whence,
             callbacks=[metrics, *callbacks],
             clock=clock,
         )

@@ -217,7 +217,17 @@ class _Run:
         objective = make_objective(self.config, self.model, Autocast(precision, train.device))
         saver = Saver(lambda: self._moment(state), self._write, beside=train.save_beside)
         trainer = Trainer(
-            self.model, objective, self.optimization, self.material.data, train, state, saver, sample, heard, clock
+            self.model,
+            objective,
+            self.optimization,
+            self.material.data,
+            train,
+            state,
+            saver,
+            sample,
+            self.material.whence,
+            heard,
+            clock,
         )
         try:
             with within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):

@@ -8,8 +8,8 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
                              AdamW's share, with Adafactor 8 P (12 P with beta1); 4 P more for a moving average of the
                              weights, 4 P k for the last k.  Beside frozen weights these are 4 P, and the rest (12 L and
                              the like) L of the parameters being adapters'
-    copy         12 P        with train.save_beside, of what is saved: weights and moments (8 P Muon, 4 P Adafactor), and
-                             of averages what they hold and 4 P more; P are the adapters' beside frozen weights
+    copy         12 P        of what is saved, with train.save_beside: weights and moments; with averages what they
+                             hold and 4 P more.  Beside frozen weights 12 L
     rows         48 T A      tokens, positions, documents, limits, wanted, targets: int64, all micro-batches at once
                              an encoder-decoder's sources 32 T A beside them
     activations  4 T x       what the backward pass of one micro-batch needs, float32; under bf16 0.6 of it, + 2 P for

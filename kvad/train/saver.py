@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training: what is saved is copied between two steps, and a thread writes the copy.
+"""Checkpoints written beside training: what is saved is copied between two steps, and a thread writes the copy.
 
     trainer    step 499, 500 | copy | 501, 502, 503, 504, ...
     thread                          | flush, hash, rename: step-00000500 is there | on_save

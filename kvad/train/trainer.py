@@ -22,7 +22,8 @@ from torch import nn
 
 from kvad.errors import NumericalError
 from kvad.train.config import TrainConfig
-from kvad.train.data import TrainingData
+from kvad.train.data import Batch, TrainingData
+from kvad.train.fault import Fault, RandomState, find_fault
 from kvad.train.metrics import Speed
 from kvad.train.objective import Objective, resolve_precision
 from kvad.train.optim import Optimization
@@ -49,7 +50,8 @@ class State:
 @dataclass
 class Trainer:
     """``model``: what is trained.  ``saver`` makes checkpoints of it and of ``state``; ``sample`` says what the model
-    makes of a few examples, after every evaluation; ``clock`` gives seconds."""
+    makes of a few examples, after every evaluation; ``whence`` names the texts of rows, counted from the run's first;
+    ``clock`` gives seconds."""
 
     model: nn.Module
     objective: Objective
@@ -59,6 +61,7 @@ class Trainer:
     state: State
     saver: Saver
     sample: Callable[[], tuple[Sample, ...]] | None = None
+    whence: Callable[[range], str] | None = None
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
 
@@ -109,6 +112,7 @@ class Trainer:
     def _step(self) -> tuple[float, float, int]:
         """One optimizer step: (learning rate, gradient norm before clipping, targets)."""
         state = self.state
+        random = RandomState(self.config.device)
         batches = self.data.micro_batches(state.step)
         total = sum(len(batch.targets) for batch in batches)
         self.model.train()
@@ -117,13 +121,30 @@ class Trainer:
         summed = sum(self.objective.backward(batch, scaled) for batch in batches)
         norm = self.optimization.norm()
         if not math.isfinite(summed) or not self.optimization.usable(norm):
+            random.restore()
+            fault = find_fault(self.model, self.objective, batches, scaled)
             raise NumericalError(
-                f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}",
+                f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {self._told(fault, batches)}",
                 "the last checkpoint is whole; train with a lower learning rate or in fp32",
             )
         self.optimization.step(norm)
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
+
+    def _told(self, fault: Fault | None, batches: Sequence[Batch]) -> str:
+        """Of a step that is not finite: what, and where."""
+        if fault is None:
+            return "done again, all of it is finite: is this machine sound?"
+        if fault.batch is None:
+            return f"not finite is {fault.what}"
+        counts = [batch.step.lanes[0].rows for batch in batches]
+        first = self.state.step * sum(counts) + sum(counts[: fault.batch])
+        numbers = range(first, first + counts[fault.batch])
+        words = f"first not finite is {fault.what}, of micro-batch {fault.batch + 1} of {len(batches)}"
+        if fault.row is not None:
+            numbers, words = range(first + fault.row, first + fault.row + 1), f"{words}, row {fault.row + 1}"
+        whence = "" if self.whence is None else self.whence(numbers)
+        return f"{words} ({whence})" if whence else words
 
     def _is_over(self) -> bool:
         """No step is begun that would end after the time is over."""
@@ -148,9 +169,10 @@ class Trainer:
 
     def _tell_saved(self) -> None:
         """Of checkpoints that are there by now."""
-        for self.checkpoint, step in self.saver.finished():
+        for path, step in self.saver.finished():
+            self.checkpoint = path
             for callback in self.callbacks:
-                callback.on_save(self.checkpoint, step)
+                callback.on_save(path, step)
 
     def _tell(self, method: str, report: object) -> None:
         for callback in self.callbacks:

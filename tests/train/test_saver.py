@@ -1,10 +1,12 @@
-"""Checkpoints that are written beside training: what they hold, when they are told of, and what goes wrong with them."""
+"""Checkpoints that are written beside training: what they hold, when they are told of, what goes wrong."""
 
 import json
 import math
 import os
+import signal
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,7 +130,9 @@ def hashes(path):
     return files["model.safetensors"]["sha256"], files["training/state.safetensors"]["sha256"]
 
 
-@pytest.mark.parametrize("optim", [{}, {"ema": 0.9}, {"average": 2, "average_every": 2}], ids=["adamw", "ema", "average"])
+@pytest.mark.parametrize(
+    "optim", [{}, {"ema": 0.9}, {"average": 2, "average_every": 2}], ids=["adamw", "ema", "average"]
+)
 def test_beside_or_at_once_the_bytes_are_the_same(corpus, tmp_path, run_config, optim):
     for name in ("beside", "once"):
         config = run_config(steps=6, save_every=2, keep=3, keep_best=False, save_beside=name == "beside", **optim)
@@ -172,8 +176,6 @@ def test_training_goes_on_while_a_save_is_written(corpus, tmp_path, run_config, 
 
 
 def test_ctrl_c_waits_for_the_save_in_flight(corpus, tmp_path, run_config, monkeypatch):
-    import signal
-
     class Stop(Held):
         def on_step(self, report):
             if report.step == 3:
@@ -187,8 +189,6 @@ def test_ctrl_c_waits_for_the_save_in_flight(corpus, tmp_path, run_config, monke
 
 
 def test_a_folder_that_becomes_read_only_leaves_the_last_checkpoint(corpus, tmp_path, run_config, monkeypatch):
-    from pathlib import Path
-
     real = Path.mkdir
 
     class Lock(Callback):
@@ -268,11 +268,14 @@ def test_without_keep_best_only_the_newest_stay(corpus, tmp_path, run_config, ju
 
 
 def test_a_resume_goes_on_from_the_newest_and_remembers_the_best(corpus, tmp_path, run_config, judged):
-    from test_job import StopAt
+    class StopAt7(Callback):
+        def on_step(self, report):
+            if report.step == 7:
+                os.kill(os.getpid(), signal.SIGINT)
 
     out = tmp_path / "run"
     judged(3.0, 2.0, 2.5)
-    assert train(run_config(eval_every=2, save_every=3), [corpus], out, callbacks=[StopAt(7)]).step == 7
+    assert train(run_config(eval_every=2, save_every=3), [corpus], out, callbacks=[StopAt7()]).step == 7
     assert locate(out / "best").name == "step-00000004"
     judged(2.4, 2.3, 1.9)
     seen = []
