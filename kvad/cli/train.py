@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import console, emit_json, json_option
+from kvad.cli.common import console, emit_json, json_option, number_in
 from kvad.errors import UsageError, counted, nearest
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def train(
         table = read_toml(run_file)
     elif resume:
         table = _stored_run(out).to_dict()
-    flags["validation"] = share = _share(validation)
+    flags["validation"] = share = number_in(validation)
     config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
     held = [(Path(validation),)] if validation is not None and share is None else []
     named = _named(corpus, pairs, [*held, *validation_pairs])
@@ -225,14 +225,6 @@ def _run(
     if resume:
         return job.resume(out, config=config, corpus=named, available=available_bytes(), callbacks=heard)
     return job.train(config, named, out, overwrite=overwrite, available=available_bytes(), callbacks=heard)
-
-
-def _share(text: str | None) -> float | None:
-    """Of ``--validation``: None for a file's name."""
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
 
 
 def _named(corpus: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequence[tuple[Path, ...]]) -> Named:
