@@ -225,9 +225,9 @@ class _Run:
             state,
             saver,
             sample,
-            self.material.whence,
             heard,
             clock,
+            whence=self.material.whence,
         )
         try:
             with within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):
