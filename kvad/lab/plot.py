@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from kvad.errors import DataError, SaveError, UsageError, nearest
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Grid", "Series", "draw", "draw_grids", "draw_loss", "plot_metrics", "read_lines", "series_of"]
+__all__ = ["Grid", "Panel", "Series", "draw", "draw_grids", "draw_loss", "draw_panels", "read_lines", "series_of"]
 
 ENDINGS = (".png", ".svg", ".pdf")
 RC = {"svg.fonttype": "none", "svg.hashsalt": "kvad", "font.size": 9.0, "axes.spines.top": False}
@@ -27,13 +28,26 @@ RC = {"svg.fonttype": "none", "svg.hashsalt": "kvad", "font.size": 9.0, "axes.sp
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve; ``dots`` marks its points (few ones, as of a bench), ``faint`` draws it thin (raw loss)."""
+    """A named curve; ``dots`` marks its points (few ones, as of a bench), ``faint`` draws it thin (raw loss), and
+    ``dashed`` interrupts it; ``colour``: a number, the same for curves that belong together."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     dots: bool = False
     faint: bool = False
+    dashed: bool = False
+    colour: int | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one axis of their own."""
+
+    label: str
+    series: Sequence[Series]
+    title: str = ""
+    log_y: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,21 +221,12 @@ def _check_endings(out: Sequence[Path]) -> None:
             raise UsageError(f"{path}: figures end in {', '.join(ENDINGS)}")
 
 
-def plot_metrics(run: Path) -> list[Path]:
-    """``loss.png`` and ``loss.svg`` of a run folder; ``[]`` where no step was logged yet.  Raises as :func:`draw`."""
-    return draw_loss(run / "metrics.jsonl", [run / "loss.png", run / "loss.svg"])
-
-
 def _figure(series: Sequence[Series], title: str, x_label: str, y_label: str, log_x: bool, log_y: bool) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    for one in series:
-        if len(one.x):
-            marker = "o" if one.dots else ""
-            width, alpha = (0.8, 0.6) if one.faint else (1.6, 1.0)
-            axes.plot(one.x, one.y, label=one.name, marker=marker, markersize=3, linewidth=width, alpha=alpha)
+    _curves(axes, series)
     if log_x:
         axes.set_xscale("log", base=2)
     if log_y:
@@ -229,10 +234,50 @@ def _figure(series: Sequence[Series], title: str, x_label: str, y_label: str, lo
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
+    return figure
+
+
+def _curves(axes: Axes, series: Sequence[Series]) -> None:
+    for one in series:
+        if len(one.x):
+            width, alpha = (0.8, 0.4 if one.colour is not None else 0.6) if one.faint else (1.6, 1.0)
+            axes.plot(
+                one.x,
+                one.y,
+                label=one.name,
+                color=None if one.colour is None else f"C{one.colour % 10}",
+                marker="o" if one.dots else "",
+                markersize=3,
+                linestyle="--" if one.dashed else "-",
+                linewidth=width,
+                alpha=alpha,
+            )
     axes.grid(alpha=0.25, linewidth=0.5)
     if any(one.name for one in series):
         axes.legend(frameon=False)
-    return figure
+
+
+def draw_panels(panels: Sequence[Panel], out: Sequence[Path], *, x_label: str, title: str = "") -> list[Path]:
+    """Draw panels, one below the other over one axis, into every file of ``out``.  Raises as :func:`draw`."""
+    _check_endings(out)
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(RC):  # type: ignore[arg-type]
+        figure = Figure(figsize=(6.4, 1.0 + 2.0 * len(panels)), layout="constrained")
+        heights = [2.0, *(1.0 for _ in panels[1:])]
+        places = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+        for axes, panel in zip(places, panels, strict=True):
+            _curves(axes, panel.series)
+            axes.set_ylabel(panel.label)
+            axes.set_title(panel.title, fontsize=8)
+            if panel.log_y and all(value > 0 for one in panel.series for value in one.y):
+                axes.set_yscale("log")
+        places[-1].set_xlabel(x_label)
+        figure.suptitle(title, fontsize=9)
+        for path in out:
+            _write(figure, path)
+    return list(out)
 
 
 def _write(figure: Figure, path: Path) -> None:

@@ -45,7 +45,7 @@ from kvad.train.reports import Callback, Outcome
 from kvad.train.speed import refuse
 from kvad.train.trainer import State, Trainer
 
-__all__ = ["resume", "stored_run", "train"]
+__all__ = ["resume", "stored_run", "subject_of", "train"]
 
 
 def train(
@@ -66,7 +66,7 @@ def train(
     earlier = holds_run(out, overwrite)
     check_device(config.train.device)
     refuse(config.train)
-    opened, tokenizer = _opened(config)
+    opened, tokenizer = subject_of(config)
     tell = teller(callbacks)
     named = named_for("compress", corpus)
     material = Material(config, named, tell)
@@ -95,7 +95,7 @@ def resume(
     config, corpus, state = config or run_config, corpus or paths, _training(found)
     check_differences(run_config.to_dict(), config.to_dict())
     check_device(config.train.device)
-    opened, tokenizer = _opened(config)
+    opened, tokenizer = subject_of(config)
     compressor = found.compressor(opened).requires_grad_(True)
     tell = teller(callbacks)
     named = named_for("compress", corpus)
@@ -121,7 +121,7 @@ def _training(found: StoredCompressor) -> Training:
     return found.training
 
 
-def _opened(config: RunConfig) -> tuple[Opened, Tokenizer]:
+def subject_of(config: RunConfig) -> tuple[Opened, Tokenizer]:
     """The model that is compressed, and its tokenizer, refused where they cannot be."""
     wanted = config.compress
     if wanted.model is None:

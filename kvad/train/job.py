@@ -33,6 +33,7 @@ from kvad.errors import CheckpointError, ConfigError, UsageError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 from kvad.train.config import RunConfig, differences
+from kvad.train.gauge import Gauge, gemm_peak
 from kvad.train.initial import initialise
 from kvad.train.material import Material, Named, as_json, from_json, named_for
 from kvad.train.memory import require
@@ -77,11 +78,13 @@ def train(
     available: int | None = None,
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
+    gauged: bool = False,
 ) -> Outcome:
     """Train a new model, or one that there is (``config.init``), on text files and folders, or on pairs of texts.
 
     ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).
-    ``available``: bytes that may be taken (None: nobody knows).  Raises UsageError, DataError, ConfigError,
+    ``available``: bytes that may be taken (None: nobody knows).  ``gauged``: a matrix product is measured before the
+    run begins, so that reports say its utilisation (``gauge.py``).  Raises UsageError, DataError, ConfigError,
     TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
     for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
@@ -113,6 +116,7 @@ def train(
         form = _form(model_config, material, tokenizer, tell)
     run = _Run(config, named, out, model, tokenizer, material, form, fresh=earlier)
     run.begun = None if start is None else start.begun()
+    run.gauged = gauged
     return run.fit(State(), None, callbacks, clock)
 
 
@@ -124,6 +128,7 @@ def resume(
     available: int | None = None,
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
+    gauged: bool = False,
 ) -> Outcome:
     """Go on from the newest checkpoint of a run; to the bit where steps limit it (see ``trainer.py``).
 
@@ -163,7 +168,7 @@ def resume(
     else:
         form = whole_as(checkpoint) if start is None else start.form()
     run = _Run(config, named, out, model, tokenizer, material, form)
-    run.begun = begun
+    run.begun, run.gauged = begun, gauged
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
 
 
@@ -200,6 +205,7 @@ class _Run:
         self.optimization = Optimization(model, config.optim, config.train, model.config.width)
         self.form, self.fresh = form, fresh
         self.begun: dict[str, str] | None = None  # the model that it began with
+        self.gauged = False
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
         train = self.config.train
@@ -214,8 +220,20 @@ class _Run:
         sample = self.material.sampler(self.model, self.tokenizer)
         precision = resolve_precision(train.precision, train.device)
         objective = make_objective(self.config, self.model, Autocast(precision, train.device))
+        frozen = self.config.lora is not None
+        gauge = Gauge(self.model.config, gemm_peak(train.device, precision), frozen) if self.gauged else None
         trainer = Trainer(
-            self.model, objective, self.optimization, self.material.data, train, state, self._save, sample, heard, clock
+            self.model,
+            objective,
+            self.optimization,
+            self.material.data,
+            train,
+            state,
+            self._save,
+            sample,
+            heard,
+            clock,
+            gauge,
         )
         try:
             return trainer.fit()

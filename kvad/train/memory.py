@@ -32,7 +32,7 @@ from kvad.config import Attention, Classes, Gated, Layer, ModelConfig, Rope, Sta
 from kvad.errors import MemoryPlanError, counted
 from kvad.train.config import RunConfig
 
-__all__ = ["require", "state_bytes", "training_bytes"]
+__all__ = ["require", "shown", "state_bytes", "training_bytes", "training_parts"]
 
 LOGIT_BUDGET = 1 << 22  # objective.py's, which imports torch; a test holds them equal
 FROZEN = 0.7  # adapters beside q and v; of test_memory.py's shapes 0.67 to 0.95, and 0.81 to 1.09 beside all
@@ -50,6 +50,19 @@ def training_bytes(
 ) -> int:
     """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast;
     ``learned``: how many of the parameters are trained (None: all)."""
+    return sum(training_parts(model, run, parameters, batch, half=half, learned=learned).values())
+
+
+def training_parts(
+    model: ModelConfig,
+    run: RunConfig,
+    parameters: int,
+    batch: int,
+    *,
+    half: bool = False,
+    learned: int | None = None,
+) -> dict[str, int]:
+    """The same by what it is for."""
     tokens = batch * run.data.context
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
@@ -62,7 +75,14 @@ def training_bytes(
     activations = int(HALF * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
     state = state_bytes(model, run, parameters, learned)
-    return state + row * tokens * run.train.accumulate + activations + logits
+    return {
+        "weights": 4 * parameters,
+        "gradients": 4 * (parameters if learned is None else learned),
+        "optimizer": state - 4 * (parameters + (parameters if learned is None else learned)),
+        "rows": row * tokens * run.train.accumulate,
+        "activations": activations,
+        "logits": logits,
+    }
 
 
 def state_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: int | None = None) -> int:
@@ -125,13 +145,14 @@ def require(
     hint = f"what would fit: --batch {low} (more rows to a step: --accumulate)"
     if not run.train.recompute:
         hint += "; --set train.recompute=true keeps fewer activations"
-    state = _shown(state_bytes(model, run, parameters, learned))
+    state = shown(state_bytes(model, run, parameters, learned))
     raise MemoryPlanError(
         f"training on {counted(batch, 'row')} of {counted(run.data.context, 'token')} at a time needs about "
-        f"{_shown(need(batch))} (weights, gradients and moments {state}) and {_shown(available)} is available",
+        f"{shown(need(batch))} (weights, gradients and moments {state}) and {shown(available)} is available",
         hint if low else "not even --batch 1 fits: a smaller --context, --accumulate or model would",
     )
 
 
-def _shown(num_bytes: int) -> str:
+def shown(num_bytes: int) -> str:
+    """``12.5 MiB``."""
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -23,6 +23,7 @@ from torch import nn
 from kvad.errors import NumericalError
 from kvad.train.config import TrainConfig
 from kvad.train.data import TrainingData
+from kvad.train.gauge import Gauge, held
 from kvad.train.metrics import Speed
 from kvad.train.objective import Objective, resolve_precision
 from kvad.train.optim import Optimization
@@ -47,7 +48,8 @@ class State:
 @dataclass
 class Trainer:
     """``model``: what is trained.  ``save`` writes a checkpoint of the given state and returns its folder; ``sample``
-    says what the model makes of a few examples, after every evaluation; ``clock`` gives seconds."""
+    says what the model makes of a few examples, after every evaluation; ``clock`` gives seconds; ``gauge`` counts a
+    step's FLOPs."""
 
     model: nn.Module
     objective: Objective
@@ -59,10 +61,11 @@ class Trainer:
     sample: Callable[[], tuple[Sample, ...]] | None = None
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
+    gauge: Gauge | None = None
 
     def __post_init__(self) -> None:
         self.precision = resolve_precision(self.config.precision, self.config.device)
-        self.speed = Speed()
+        self.speed, self.flops = Speed(), 0
 
     def fit(self) -> Outcome:
         """Train to the end, or to the end of the step in which SIGINT or SIGTERM comes; then save."""
@@ -74,7 +77,7 @@ class Trainer:
             while not stop.is_set() and not self._is_over():
                 before = self.clock()
                 lr, norm, tokens = self._step()
-                self.speed.add(tokens, self.clock() - before)
+                self.speed.add(tokens, self.clock() - before, self.flops)
                 state.elapsed = self.clock() - began
                 self._tell("on_step", self._step_report(lr, norm))
                 if state.step % config.eval_every == 0 or self._is_over():
@@ -96,6 +99,7 @@ class Trainer:
         state = self.state
         batches = self.data.micro_batches(state.step)
         total = sum(len(batch.targets) for batch in batches)
+        self.flops = 0 if self.gauge is None else self.gauge.count(batches)
         self.model.train()
         lr = self.optimization.begin(state.step, state.elapsed)
         scaled = self.optimization.scaled(total)
@@ -153,13 +157,26 @@ class Trainer:
             device=self.config.device,
             threads=torch.get_num_threads(),
             torch=torch.__version__,
+            gemm_flops=None if self.gauge is None else self.gauge.peak,
         )
 
     def _step_report(self, lr: float, norm: float) -> StepReport:
         state = self.state
         assert state.loss is not None
-        speed = self.speed.tokens_per_second
-        return StepReport(state.step, state.loss, lr, norm, state.tokens, state.elapsed, speed, self._eta())
+        speed, memory = self.speed, held(self.config.device)
+        return StepReport(
+            step=state.step,
+            loss=state.loss,
+            lr=lr,
+            grad_norm=norm,
+            tokens=state.tokens,
+            elapsed=state.elapsed,
+            tokens_per_second=speed.tokens_per_second,
+            eta=self._eta(),
+            mfu=None if self.gauge is None else speed.flops_per_second / self.gauge.peak,
+            memory=memory.now,
+            memory_peak=memory.most,
+        )
 
     def _eta(self) -> float | None:
         config, state = self.config, self.state
