@@ -38,12 +38,10 @@ WIDEST = 28  # columns of a value in the table
 @click.option(
     "--smooth",
     type=click.FloatRange(0, 1, max_open=True),
-    default=0.9,
-    show_default=True,
-    help="Of the loss: how much of its weight a logged step keeps with the next one.",
+    help="Of the loss: how much of its weight a logged step keeps with each next one.  [default: by their number]",
 )
 @json_option
-def compare(runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smooth: float, as_json: bool) -> None:
+def compare(runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smooth: float | None, as_json: bool) -> None:
     """Hold training runs against each other: their curves in one figure, and in a table what differs in their
     configurations and what came of them.
 
@@ -54,13 +52,14 @@ def compare(runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smooth: fl
     kvad compare runs/a runs/b
     kvad compare runs/lr-* --x tokens -o lr.svg
     """
-    from kvad.lab.runs import cautions, differences, draw_runs, read_runs
+    from kvad.lab.runs import cautions, differences, draw_runs, read_runs, usual
 
     if len(runs) < 2:
         raise UsageError(
             "one run has nothing to be compared with", "name two or more; its own curves are in its folder"
         )
     found = read_runs(runs)
+    smooth = usual(found) if smooth is None else smooth
     summaries = [run.summary(smooth) for run in found]
     different, warned = differences(found), cautions(found)
     try:

@@ -262,6 +262,7 @@ def draw_panels(panels: Sequence[Panel], out: Sequence[Path], *, x_label: str, t
     _check_endings(out)
     import matplotlib as mpl
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     with mpl.rc_context(RC):  # type: ignore[arg-type]
         figure = Figure(figsize=(6.4, 1.0 + 2.0 * len(panels)), layout="constrained")
@@ -273,6 +274,8 @@ def draw_panels(panels: Sequence[Panel], out: Sequence[Path], *, x_label: str, t
             axes.set_title(panel.title, fontsize=8)
             if panel.log_y and all(value > 0 for one in panel.series for value in one.y):
                 axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(LogFormatter())  # 0.3, and no powers of ten
+                axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
         places[-1].set_xlabel(x_label)
         figure.suptitle(title, fontsize=9)
         for path in out:

@@ -5,7 +5,7 @@ configured as, on what texts and with which tokenizer.  No torch, and no weight 
 
 A loss is nats per token, and a token is what the tokenizer makes of a text: losses of two tokenizers, or of two
 objectives, say nothing about each other, and :func:`cautions` says so.  Smoothed is a moving average of the logged
-losses that starts without a bias (Kingma & Ba 2015, sec. 3).
+losses that starts without a bias (Kingma & Ba 2015, sec. 3), over about a fortieth of them where nobody says more.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ __all__ = [
     "read_run",
     "read_runs",
     "smoothed",
+    "usual",
 ]
 
 AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed"}  # of a figure -> their key in metrics.jsonl
@@ -194,7 +195,7 @@ def _judged_by(run: Run) -> tuple[object, ...]:
 # ---------------------------------------------------------------- curves
 
 
-def draw_runs(runs: Sequence[Run], out: Sequence[Path], x: str = "steps", smooth: float = 0.9) -> list[Path]:
+def draw_runs(runs: Sequence[Run], out: Sequence[Path], x: str = "steps", smooth: float | None = None) -> list[Path]:
     """Their curves, into every file of ``out``.  Raises as ``plot.draw``."""
     return draw_panels(panels(runs, x, smooth), out, x_label=LABELS[x])
 
@@ -214,16 +215,22 @@ def smoothed(values: Sequence[float], keep: float) -> list[float]:
     return found
 
 
-def panels(runs: Sequence[Run], x: str = "steps", smooth: float = 0.9) -> list[Panel]:
+def usual(runs: Sequence[Run]) -> float:
+    """How much is smoothed where nobody says: the same for all, nothing of a few points."""
+    return max(0.0, 1 - 40 / max(len(run.steps) for run in runs))
+
+
+def panels(runs: Sequence[Run], x: str = "steps", smooth: float | None = None) -> list[Panel]:
     """Loss (raw, smoothed, validation), learning rate and gradient norm, a colour for each run."""
     key, several = AXES[x], len(runs) > 1
+    keep = usual(runs) if smooth is None else smooth
     loss, rate, norm = list[Series](), list[Series](), list[Series]()
     for colour, run in enumerate(runs):
         at = [float(line[key]) for line in run.steps]
         raw = [line["loss"] for line in run.steps]
         loss.append(Series("" if several else "training", at, raw, faint=True, colour=colour))
         label = run.name if several else "training, smoothed"
-        loss.append(Series(label, at, smoothed(raw, smooth), colour=colour))
+        loss.append(Series(label, at, smoothed(raw, keep), colour=colour))
         if run.evals:
             held = [float(_at(run.steps, key, line["step"])) for line in run.evals]
             losses = [line["val_loss"] for line in run.evals]

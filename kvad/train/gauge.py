@@ -95,7 +95,9 @@ def held(device: str) -> Held:
     if torch.device(device).type == "cuda":
         return Held(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
     unit = 1 if sys.platform == "darwin" else 1024
-    return Held(_resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    now = _resident()
+    most: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return Held(now, max(most, now or 0))  # the kernel counts both in batches, not to the byte
 
 
 def _resident() -> int | None:
