@@ -59,7 +59,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("kvad.cli.completion:completion", "Print the completion script of a shell."),
 }
 
-_EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval"}
+_EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval", "tensorboard": "tensorboard"}
 
 _REFUSALS = {
     errno.EACCES: "permission denied",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import console, emit_json, json_option
+from kvad.cli.common import console, emit_json, json_option, number_in
 from kvad.errors import UsageError, counted, nearest
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ PLACES = {
     "save_every": "train.save_every",
     "objective": "objective.kind",
     "lora_rank": "lora.rank",
+    "tensorboard": "train.tensorboard",
 }
 
 
@@ -78,7 +79,8 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option("--lora", "lora_rank", type=int, metavar="RANK", help="Train adapters beside it instead of its weights.")
 @click.option(
     "--preset",
-    help="Model shape: tiny, small, demo, medium, base; transformer- and marian-, tiny or base.  [default: small]",
+    help="Model shape: tiny, small, demo, medium, base, shakespeare-char, gpt2-124m, llama-small; transformer-tiny, "
+    "-base, -big; marian-tiny, -base; t5-tiny, -small; encoder-tiny, bert-base.  [default: small]",
 )
 @click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load.  [default: bpe]")
 @click.option("--vocab-size", type=int, help="Ceiling of the vocabulary.  [default: 4096]")
@@ -112,6 +114,7 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
     "--prompt", "prompts", multiple=True, metavar="TEXT", help="At evaluations: how it goes on; may be repeated."
 )
 @click.option("--bleu", type=click.IntRange(min=1), metavar="N", help="At evaluations: BLEU on N held-out pairs.")
+@click.option("--tensorboard", is_flag=True, default=None, help="Write TensorBoard's files into OUT/tensorboard, too.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of --out, to the bit.")
 @click.option("--overwrite", is_flag=True, help="Let a run that --out holds give way.")
 @click.option("--dry-run", is_flag=True, help="Train nothing: what would it take? Memory, FLOPs, hours here, disk.")
@@ -154,8 +157,8 @@ def train(
     kvad train more/ --init ./SmolLM2-135M --lora 8 --set lora.targets=all --out runs/adapter
     kvad train corpus/ --objective compress --init runs/mine --set ratio=8 --out runs/summaries
     """
+    from kvad.train.board import progress_on
     from kvad.train.config import RunConfig, read_toml
-    from kvad.train.progress import progress_on
 
     if resume and overwrite:
         raise UsageError("--resume and --overwrite contradict each other")
@@ -173,7 +176,7 @@ def train(
     elif resume:
         assert out is not None
         table = _stored_run(out).to_dict()
-    flags["validation"] = share = _share(validation)
+    flags["validation"] = share = number_in(validation)
     config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
     held = [(Path(validation),)] if validation is not None and share is None else []
     named = _named(corpus, pairs, [*held, *validation_pairs])
@@ -239,14 +242,6 @@ def _run(
     if resume:
         return job.resume(out, config=config, corpus=named, available=available_bytes(), callbacks=heard, gauged=True)
     return job.train(config, named, out, overwrite=overwrite, available=available_bytes(), callbacks=heard, gauged=True)
-
-
-def _share(text: str | None) -> float | None:
-    """Of ``--validation``: None for a file's name."""
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
 
 
 def _named(corpus: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequence[tuple[Path, ...]]) -> Named:

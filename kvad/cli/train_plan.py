@@ -48,8 +48,8 @@ def page(plan: TrainingPlan) -> list[str]:
         "run": _run(plan),
         "measured": _measured(plan),
         "time": _time(plan),
-        "disk": f"{format_bytes(plan.checkpoint)} a checkpoint (and the tokenizer); up to {plan.keep + 1} of them, "
-        f"{format_bytes((plan.keep + 1) * plan.checkpoint)}, while one is written",
+        "disk": f"{format_bytes(plan.checkpoint)} a checkpoint (and the tokenizer); up to {plan.kept + 1} of them, "
+        f"{format_bytes((plan.kept + 1) * plan.checkpoint)}, while one is written",
     }
     return [f"{name:<10}{text}" for name, text in lines.items()]
 

@@ -15,12 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvad.errors import DataError, SaveError, UsageError, nearest
+from kvad.lab.draw import MAPS_PER_LINE, AttentionMap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Grid", "Panel", "Series", "draw", "draw_grids", "draw_loss", "draw_panels", "read_lines", "series_of"]
+__all__ = [
+    "Grid",
+    "Panel",
+    "Series",
+    "draw",
+    "draw_attention",
+    "draw_grids",
+    "draw_loss",
+    "draw_panels",
+    "read_lines",
+    "series_of",
+]
 
 ENDINGS = (".png", ".svg", ".pdf")
 RC = {"svg.fonttype": "none", "svg.hashsalt": "kvad", "font.size": 9.0, "axes.spines.top": False}
@@ -171,6 +183,45 @@ def draw_grids(
         for path in out:
             _write(figure, path)
     return list(out)
+
+
+def draw_attention(pieces: Sequence[str], maps: Sequence[AttentionMap], out: Sequence[Path]) -> list[Path]:
+    """Draw heads' weights into every file of ``out``, four in a row, shaded by the square root as ``draw.py`` does.
+
+    Raises as :func:`draw`.
+    """
+    _check_endings(out)
+    if not maps:
+        raise DataError("there is nothing to draw")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    across = min(MAPS_PER_LINE, len(maps))
+    down = -(-len(maps) // across)
+    tokens = [one.tokens(pieces) for one in maps]
+    wide = 1.3 + 0.16 * max(len(keys) for _, keys in tokens)
+    high = 1.3 + 0.16 * max(len(queries) for queries, _ in tokens)
+    with mpl.rc_context(RC):  # type: ignore[arg-type]
+        figure = Figure(figsize=(wide * across, high * down), layout="constrained")
+        places = figure.subplots(down, across, squeeze=False)
+        for place in places.flat[len(maps) :]:
+            place.set_axis_off()
+        for place, one, (queries, keys) in zip(places.flat, maps, tokens, strict=False):
+            shades = [[math.sqrt(min(max(weight, 0.0), 1.0)) for weight in row] for row in one.weights]
+            place.imshow(shades, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+            place.set_yticks(range(len(queries)), [_plain(piece) for piece in queries], fontsize=6)
+            place.set_xticks(range(len(keys)), [_plain(piece) for piece in keys], fontsize=6, rotation=90)
+            place.xaxis.tick_top()
+            place.set_title(one.name, fontsize=8)
+            place.tick_params(length=0)
+        for path in out:
+            _write(figure, path)
+    return list(out)
+
+
+def _plain(piece: str) -> str:
+    """A token as a label: short, and without what would begin a formula."""
+    return (piece if len(piece) <= 20 else piece[:19] + "…").replace("$", r"\$")
 
 
 def _heat_maps(grids: Sequence[Grid | None], across: int, title: str, x_label: str, y_label: str) -> Figure:

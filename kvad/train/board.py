@@ -19,11 +19,16 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
 
-__all__ = ["Board"]
+__all__ = ["Board", "progress_on"]
 
 KEEP = 0.9  # of the smoothed loss's weight, from step to step
 REFRESH = 4  # a second
 WIDTH = 32  # of the bar
+
+
+def progress_on(console: Console) -> PlainProgress:
+    """What suits the console."""
+    return Board(console) if console.is_terminal else PlainProgress(console)
 
 
 class Board(PlainProgress):

@@ -19,6 +19,7 @@ from kvad.train.data import DocumentData, TrainingData
 from kvad.train.examples import ExampleCorpus
 from kvad.train.labelled import open_labelled
 from kvad.train.masking import HidingData, MaskedData, mask_token
+from kvad.train.objectives import EXAMPLES
 from kvad.train.pairs import ROLES, PairPaths
 from kvad.train.readers import Piece
 from kvad.train.spans import SpanData
@@ -104,15 +105,15 @@ def _template(config: RunConfig, saved: Path | None) -> ChatTemplate:
     return found
 
 
-def feed(
-    store: TokenStore, config: RunConfig, texts: FramedCorpus | ExampleCorpus[Any], tokenizer: Tokenizer
-) -> TrainingData:
-    """The tokens of a run as an objective other than the next token reads them.  DataError where they are too few, or
-    of another tokenizer than the objective needs."""
+def feed(store: TokenStore, config: RunConfig, tokenizer: Tokenizer, *, held: int = 0, noun: str = "") -> TrainingData:
+    """The tokens of a run as an objective other than the next token reads them.  ``held``: of examples, how many of the
+    last ones are for validation; ``noun``: what one is called.
+
+    DataError where they are too few, or of another tokenizer than the objective needs."""
     wanted, train = config.objective, config.train
     rows = train.batch * train.accumulate
-    if isinstance(texts, ExampleCorpus):
-        data = TextData(store, config, texts.num_held, tokenizer.specials.pad or 0, texts.noun)
+    if wanted.kind in EXAMPLES:
+        data = TextData(store, config, held, tokenizer.specials.pad or 0, noun)
         return HidingData(data, tokenizer, wanted.hide, train.seed, rows) if wanted.hide else data
     if wanted.kind == "masked":
         mask_token(tokenizer)

@@ -7,7 +7,8 @@
 An encoder-decoder (``RunConfig(model={"preset": "transformer-tiny"})``) is trained on pairs: the paths are TSV files,
 or the corpus is a :class:`~kvad.train.pairs.PairPaths`.  What else may be learned, and from what: ``objectives.py``.
 
-A run folder holds ``checkpoints/step-N/`` (each a whole checkpoint), ``data/`` (the tokens) and ``metrics.jsonl``.
+A run folder holds ``checkpoints/step-N/`` (each a whole checkpoint), ``data/`` (the tokens), ``metrics.jsonl`` and
+``run.toml`` (its configuration).
 ``LLM.load("runs/x")`` works from the first save on, at any moment.  What cannot be trained is refused before any of it
 is written, and the folders that were made for it go again.
 """
@@ -23,37 +24,44 @@ from typing import Any
 
 import torch
 
+from kvad.checkpoint.atomic import write_bytes
 from kvad.checkpoint.folder import TRAINING, locate, read_json, steps_of
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import load
 from kvad.checkpoint.opened import Opened, Training, read_training
 from kvad.checkpoint.theirs import Layout, choose_layout
 from kvad.config import Classes, ModelConfig, meaning
-from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.errors import CheckpointError, ConfigError, MemoryPlanError, UsageError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
-from kvad.train.config import RunConfig, differences
+from kvad.train.config import RunConfig, TrainConfig, differences
+from kvad.train.events import Events
+from kvad.train.events import require as require_events
 from kvad.train.gauge import Gauge, gemm_peak
 from kvad.train.initial import initialise
 from kvad.train.material import Material, Named, as_json, from_json, named_for
-from kvad.train.memory import require
+from kvad.train.memory import outgrown, require, within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
 from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback, Outcome, Subject
+from kvad.train.saver import Moment, Saver
 from kvad.train.schedules import paced_by
 from kvad.train.speed import prepare
 from kvad.train.start import Adapters, Start, Whole, absolute, restored, start_again, start_of, whole_as
+from kvad.train.toml import run_file
 from kvad.train.trainer import State, Trainer
 
 __all__ = [
     "METRICS",
+    "RUN_FILE",
     "Clock",
-    "check_device",
     "check_differences",
+    "check_machine",
     "check_out",
+    "eventful",
     "holds_run",
     "nothing_left",
     "open_again",
@@ -65,7 +73,8 @@ __all__ = [
 ]
 
 METRICS = "metrics.jsonl"
-TEXTS = (".json", ".jsonl", ".svg")  # what a run's folder holds that a corpus would take for text
+RUN_FILE = "run.toml"
+TEXTS = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a corpus would take for text
 Clock = Callable[[], float]
 
 
@@ -90,7 +99,7 @@ def train(
     for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
         check_out(out, source, config.data.suffixes)
     earlier = holds_run(out, overwrite)
-    check_device(config.train.device)
+    check_machine(config.train)
     config = absolute(config)
     start = start_of(config)
     # before a tokenizer is trained for a model that cannot be
@@ -150,7 +159,7 @@ def resume(
     config = fitting(config, checkpoint.config.kind)
     if start is None:
         _check_same(stored, config, checkpoint, tokenizer)
-    check_device(config.train.device)
+    check_machine(config.train)
     _check_memory(config, checkpoint.config, available, start)
     tell = teller(callbacks)
     named = named_for(config.objective.kind, corpus)
@@ -215,13 +224,15 @@ class _Run:
             if "rng_device" in stored.tensors:
                 torch.cuda.set_rng_state(stored.tensors["rng_device"], self.config.train.device)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
-        heard = [metrics, *callbacks]
+        heard = [metrics, *eventful(self.out, train), *callbacks]
+        write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
         self._introduce(heard)
         sample = self.material.sampler(self.model, self.tokenizer)
         precision = resolve_precision(train.precision, train.device)
         objective = make_objective(self.config, self.model, Autocast(precision, train.device))
         frozen = self.config.lora is not None
         gauge = Gauge(self.model.config, gemm_peak(train.device, precision), frozen) if self.gauged else None
+        saver = Saver(lambda: self._moment(state), self._write, beside=train.save_beside)
         trainer = Trainer(
             self.model,
             objective,
@@ -229,16 +240,24 @@ class _Run:
             self.material.data,
             train,
             state,
-            self._save,
+            saver,
             sample,
+            self.material.whence,
             heard,
             clock,
             gauge,
         )
         try:
-            return trainer.fit()
+            with within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):
+                return trainer.fit()
         finally:
             metrics.close()
+
+    def _outgrown(self, where: str, *, half: bool) -> MemoryPlanError:
+        own = [parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad]
+        every = sum(parameter.numel() for parameter in self.model.parameters())
+        learned = None if self.config.lora is None else sum(own)
+        return outgrown(self.model.config, self.config, every, where, half=half, learned=learned)
 
     def _introduce(self, heard: Sequence[Callback]) -> None:
         def tell(method: str, report: object) -> None:
@@ -249,17 +268,20 @@ class _Run:
         for callback in heard:
             callback.on_model(Subject(self.model, self.tokenizer, said, self.material.data, tell))
 
-    def _save(self, state: State) -> Path:
+    def _moment(self, state: State) -> Moment:
         tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
         if torch.device(self.config.train.device).type == "cuda":
             tensors["rng_device"] = torch.cuda.get_rng_state(self.config.train.device)
         content = progress(self.config, self.corpus, self.material, state)
         if self.begun is not None:
             content["init"] = self.begun
-        training = Training(tensors, content)
-        keep = self.config.train.keep
         with self.optimization.averaged():
-            path = self.form.save(self.out, state.step, self.model, training, keep=keep, fresh=self.fresh)
+            weights = self.form.weights(self.model)  # those of then, also when the block is left
+        best = state.best_step if self.config.train.keep_best else None
+        return Moment(state.step, weights, Training(tensors, content), best)
+
+    def _write(self, moment: Moment) -> Path:
+        path = self.form.save(self.out, moment, keep=self.config.train.keep, fresh=self.fresh)
         self.fresh = False
         return path
 
@@ -386,8 +408,15 @@ def _check_memory(config: RunConfig, model: ModelConfig, available: int | None, 
         require(model, config, parameters, available, half=half, learned=learned)
 
 
-def check_device(device: str) -> None:
-    """ConfigError for one that cannot be used."""
+def eventful(out: Path, train: TrainConfig) -> list[Callback]:
+    """What writes TensorBoard's files, where they are asked for."""
+    return [Events(out, train.log_every)] if train.tensorboard else []
+
+
+def check_machine(train: TrainConfig) -> None:
+    """ConfigError for a device that cannot be used, ModuleNotFoundError for an extra that is not installed."""
+    device = train.device
+    require_events(train)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

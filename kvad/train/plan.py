@@ -28,10 +28,10 @@ from kvad.train.data import TrainingData
 from kvad.train.distil import Distillation
 from kvad.train.gauge import Gauge, gemm_peak
 from kvad.train.initial import initialise
-from kvad.train.job import check_device
+from kvad.train.job import check_machine
 from kvad.train.masking import MaskedData
 from kvad.train.material import Material, Named, named_for
-from kvad.train.memory import training_bytes, training_parts
+from kvad.train.memory import taken, training_bytes
 from kvad.train.objective import Autocast, Objective, resolve_precision
 from kvad.train.objectives import fitting, make_objective
 from kvad.train.optim import Optimization
@@ -63,7 +63,8 @@ class TrainingPlan:
     ends where nothing was measured, FLOPs and memory of a compressor's training.
 
     ``memory``: bytes by what they are for, ``fits``: the most rows of a micro-batch (None: nobody knows what is
-    available).  ``seconds``: all of the run but its saves, of which ``evaluating``.  ``checkpoint``: bytes on the disk.
+    available).  ``seconds``: all of the run but its saves, of which ``evaluating``.  ``checkpoint``: bytes on the disk,
+    ``kept``: how many stay.
     """
 
     objective: str
@@ -89,7 +90,7 @@ class TrainingPlan:
     seconds: float | None
     evaluating: float | None
     checkpoint: int
-    keep: int
+    kept: int
     device: str
     precision: str
     threads: int
@@ -109,7 +110,7 @@ class TrainingPlan:
 
 def plan(config: RunConfig, corpus: Named, available: int | None, tell: Callable[[str], None]) -> TrainingPlan:
     """``available``: bytes that may be taken (None: nobody knows).  Raises as ``job.train``, but for memory."""
-    check_device(config.train.device)
+    check_machine(config.train)
     with tempfile.TemporaryDirectory() as folder:
         subject = (_compressor if config.objective.kind == "compress" else _model)(config, corpus, Path(folder), tell)
         return _planned(subject, available)
@@ -238,7 +239,7 @@ def _planned(subject: _Subject, available: int | None) -> TrainingPlan:
         seconds=None if steps is None or seconds is None or evaluating is None else steps * seconds + evaluating,
         evaluating=evaluating,
         checkpoint=_checkpoint(subject),
-        keep=train.keep,
+        kept=train.keep + train.keep_best,
         device=train.device,
         precision=subject.precision,
         threads=torch.get_num_threads(),
@@ -250,7 +251,7 @@ def _memory(subject: _Subject, available: int | None) -> tuple[dict[str, int], i
     config, batch = subject.config, subject.config.train.batch
     half = subject.precision == "bf16"
     learned = None if config.lora is None else subject.trained
-    parts = training_parts(subject.model, config, subject.parameters, batch, half=half, learned=learned)
+    parts = taken(subject.model, config, subject.parameters, batch, half=half, learned=learned)._asdict()
     if available is None or torch.device(config.train.device).type != "cpu":
         return parts, None
     sizes = range(batch, 0, -1)
@@ -272,8 +273,8 @@ def _checkpoint(subject: _Subject) -> int:
     optim, trained = subject.config.optim, 4 * subject.trained
     moments = {"adamw": 2, "muon": 1, "adafactor": 0 if optim.beta1 is None else 1}[optim.name] * trained
     if optim.name == "muon" and subject.config.lora is None and not subject.compressor:
-        parts = training_parts(subject.model, subject.config, subject.parameters, 1)
-        moments = parts["optimizer"] - trained * (optim.average + (optim.ema > 0))
+        held = taken(subject.model, subject.config, subject.parameters, 1).moments
+        moments = held - trained * (optim.average + (optim.ema > 0))
     averages = trained * (1 + optim.average + (optim.ema > 0)) if optim.average or optim.ema else 0
     return trained + moments + averages
 

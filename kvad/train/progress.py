@@ -13,16 +13,9 @@ from kvad.train.reports import Callback, EvalReport, MeasuredReport, Outcome, Sa
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["PlainProgress", "clock", "progress_on"]
+__all__ = ["PlainProgress", "clock"]
 
 SECONDS_BETWEEN_LINES = 10.0
-
-
-def progress_on(console: Console) -> PlainProgress:
-    """What suits the console."""
-    from kvad.train.board import Board
-
-    return Board(console) if console.is_terminal else PlainProgress(console)
 
 
 class PlainProgress(Callback):

@@ -6,10 +6,10 @@ import json
 import pytest
 from rich.console import Console
 
-from kvad.train.board import Board
+from kvad.train.board import Board, progress_on
 from kvad.train.job import train
 from kvad.train.metrics import MetricsFile, Speed, read_metrics
-from kvad.train.progress import PlainProgress, clock, progress_on
+from kvad.train.progress import PlainProgress, clock
 from kvad.train.reports import EvalReport, StartReport, StepReport
 
 START = StartReport(0, 2000, None, 804_224, 10, 10, 768, "fp32", "cpu", 2, "2.13")
