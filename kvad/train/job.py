@@ -96,6 +96,8 @@ def train(
     config = fitting(config, kind)
     named = named_for(config.objective.kind, corpus)
     material = Material(config, named, tell, start=None if start is None else start.opened)
+    if start is not None:
+        start = start.answering(config.objective.kind, material.labels)
     tokenizer = material.make_tokenizer() if start is None else start.tokenizer
     model_config = material.shaped(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
     _check_memory(config, model_config, available, start)
