@@ -33,7 +33,7 @@ class Leftover(NamedTuple):
         """Whether a living process is at work on it; one of our own id from before our time was another's
         (containers)."""
         if self.pid == os.getpid():
-            return self.path.stat().st_mtime_ns >= _STARTED_NS
+            return self.path.lstat().st_mtime_ns >= _STARTED_NS
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:

@@ -26,14 +26,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.atomic import discard, new_folder, sweep
+from kvad.checkpoint.atomic import new_folder, sweep
 from kvad.checkpoint.export import BESIDE, words_of
 from kvad.checkpoint.families import find
-from kvad.checkpoint.folder import CONFIG, MANIFEST, TRAINING, check_file, entry_of, read_json, read_manifest, steps_of
+from kvad.checkpoint.folder import (
+    CONFIG,
+    MANIFEST,
+    TRAINING,
+    check_file,
+    entry_of,
+    pointed,
+    read_json,
+    read_manifest,
+    step_folder,
+    steps_of,
+)
 from kvad.checkpoint.generation import GENERATION, Generation, write_pooling
 from kvad.checkpoint.hf import write_tensors
 from kvad.checkpoint.hub import resolve
 from kvad.checkpoint.imported import Imported
+from kvad.checkpoint.kept import settle
 from kvad.checkpoint.linears import mergeable
 from kvad.checkpoint.native import load, save, save_tensors, write_json
 from kvad.checkpoint.opened import TOKENIZERS, Opened, Tensors, Training
@@ -152,17 +164,21 @@ def save_adapter(
 
 
 def save_adapter_step(
-    run: Path, step: int, form: AdapterForm, factors: Mapping[str, Factors], *, keep: int, fresh: bool, **how: Any
+    run: Path,
+    step: int,
+    form: AdapterForm,
+    factors: Mapping[str, Factors],
+    *,
+    keep: int,
+    best: int | None = None,
+    fresh: bool,
+    **how: Any,
 ) -> Path:
-    """Write ``run/checkpoints/step-N`` and then delete all but the newest ``keep``; ``how``: as :func:`save_adapter`.
-
-    ``fresh``: as ``native.save_step``.
-    """
-    folder = run / "checkpoints" / f"step-{step:08d}"
+    """Write ``run/checkpoints/step-N``; ``how``: as :func:`save_adapter`, the rest as ``native.save_step``."""
+    folder = step_folder(run, step)
     sweep(folder.parent)
     save_adapter(folder, form, factors, replaces=steps_of(run) if fresh else (), **how)
-    for old in steps_of(run)[:-keep]:
-        discard(old)
+    settle(run, keep, best)
     return folder
 
 
@@ -171,7 +187,7 @@ def save_adapter_step(
 
 def find_adapter(path: Path) -> Path | None:
     """The adapter's folder that ``path`` is, or whose run it is; None of a model's, or of none."""
-    path = Path(path)
+    path = pointed(Path(path))
     if (path / CONFIG).is_file():
         return None
     steps = [path] if (path / CONFIG_NAME).is_file() else steps_of(path)

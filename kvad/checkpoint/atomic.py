@@ -119,7 +119,7 @@ def sweep(parent: Path) -> None:
             continue
         if left.kind == "old" and not (parent / left.name).exists():
             path.rename(parent / left.name)
-        elif path.is_dir():
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)

@@ -1,14 +1,15 @@
 """Where a checkpoint is, its small files, and whether its files are those that were saved: what needs no torch.
 
 A *checkpoint* is a folder with a ``config.json``; a *run* is a folder with ``checkpoints/step-N/`` in it, and stands
-for its newest step.  ``locate`` takes either.  The manifest says of every file how long it is and its sha256.  Standard
-library only.
+for its newest step; ``best`` in it is a link to the one with the lowest validation loss (``kept.py``).  ``locate``
+takes any of these.  The manifest says of every file how long it is and its sha256.  Standard library only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvad.checkpoint.atomic import survivor
 from kvad.errors import CheckpointError
 
 __all__ = [
+    "BEST",
     "CONFIG",
     "FORMAT",
     "MANIFEST",
@@ -30,12 +32,15 @@ __all__ = [
     "is_run",
     "listed",
     "locate",
+    "pointed",
     "read_json",
     "read_manifest",
+    "step_folder",
     "steps_of",
 ]
 
 CONFIG, MANIFEST, MODEL, TRAINING = "config.json", "manifest.json", "model.safetensors", "training"
+BEST = "best"
 FORMAT = 1  # of the manifest
 
 _STEP = re.compile(r"step-\d+")
@@ -47,6 +52,7 @@ def locate(path: Path) -> Path:
 
     Raises CheckpointError that says what is missing.
     """
+    path = pointed(path)
     if (path / CONFIG).is_file():
         return path
     if steps := steps_of(path):
@@ -60,6 +66,19 @@ def locate(path: Path) -> Path:
     if (path / "checkpoints").is_dir():
         raise CheckpointError(f"{path} holds no checkpoint yet", "its training was stopped before its first save")
     raise CheckpointError(f"{path} is not a checkpoint: it has no {CONFIG}")
+
+
+def pointed(path: Path) -> Path:
+    """The step that a run's ``best`` stands for, so that a new best does not change what has been opened; any other
+    path is itself."""
+    if path.name != BEST or not path.is_symlink():
+        return path
+    target = path.parent / os.readlink(path)
+    return target if _STEP.fullmatch(target.name) else path
+
+
+def step_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
 
 
 def steps_of(run: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from kvad.checkpoint.compressor import StoredCompressor, model_fingerprint, open
 from kvad.checkpoint.open import model_of, open_checkpoint
 from kvad.checkpoint.opened import Opened, Training
 from kvad.config import mixers
-from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.errors import CheckpointError, ConfigError, MemoryPlanError, UsageError
 from kvad.model.compress import Compressor
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer
@@ -38,10 +38,12 @@ from kvad.train.job import (
     teller,
 )
 from kvad.train.material import Material, Named, as_json, from_json, named_for
+from kvad.train.memory import within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import Optimization
 from kvad.train.reports import Callback, Outcome
+from kvad.train.saver import Moment, Saver
 from kvad.train.speed import refuse
 from kvad.train.trainer import State, Trainer
 
@@ -115,6 +117,11 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
         raise CheckpointError(f"{found.path}: its training state has no {error}") from error
 
 
+def _outgrown(state: State) -> MemoryPlanError:
+    hint = "the last checkpoint is whole; what takes less: a lower train.batch, a lower data.context"
+    return MemoryPlanError(f"out of memory in step {state.step + 1}", hint)
+
+
 def _training(found: StoredCompressor) -> Training:
     if found.training is None:
         raise CheckpointError(f"{found.path} holds a compressor but no training state", "only a run can go on")
@@ -179,29 +186,40 @@ class _Run:
             self.material.data,
             train,
             state,
-            self._save,
+            Saver(lambda: self._moment(state), self._write, beside=train.save_beside),
+            whence=self.material.whence,
             callbacks=[metrics, *callbacks],
             clock=clock,
         )
         try:
-            return trainer.fit()
+            with within(lambda: _outgrown(state)):
+                return trainer.fit()
         finally:
             metrics.close()
 
-    def _save(self, state: State) -> Path:
+    def _moment(self, state: State) -> Moment:
         content = progress(self.config, self.corpus, self.material, state)
-        wanted = self.config.compress
         training = Training(self.optimization.tensors(), content)
         with self.optimization.averaged():
-            path = save_compressor(
-                self.out,
-                state.step,
-                self.compressor,
-                self.made_for,
-                {"recent": wanted.recent, "sinks": wanted.sinks, "val_loss": state.val_loss},
-                training,
-                keep=self.config.train.keep,
-                fresh=self.fresh,
-            )
+            weights = self.compressor.state_dict()
+        best = state.best_step if self.config.train.keep_best else None
+        return Moment(state.step, weights, training, best)
+
+    def _write(self, moment: Moment) -> Path:
+        train, wanted = self.config.train, self.config.compress
+        said = {"ratio": self.compressor.ratio, "hidden": self.compressor.hidden}
+        said |= {"recent": wanted.recent, "sinks": wanted.sinks}
+        said |= {"val_loss": moment.training.state["progress"]["val_loss"]}
+        path = save_compressor(
+            self.out,
+            moment.step,
+            moment.weights,
+            self.made_for,
+            said,
+            moment.training,
+            keep=train.keep,
+            best=moment.best,
+            fresh=self.fresh,
+        )
         self.fresh = False
         return path

@@ -29,19 +29,20 @@ from kvad.checkpoint.native import load
 from kvad.checkpoint.opened import Opened, Training, read_training
 from kvad.checkpoint.theirs import Layout, choose_layout
 from kvad.config import Classes, ModelConfig, meaning
-from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.errors import CheckpointError, ConfigError, MemoryPlanError, UsageError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 from kvad.train.config import RunConfig, differences
 from kvad.train.initial import initialise
 from kvad.train.material import Material, Named, as_json, from_json, named_for
-from kvad.train.memory import require
+from kvad.train.memory import outgrown, require, within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
 from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback, Outcome, Subject
+from kvad.train.saver import Moment, Saver
 from kvad.train.schedules import paced_by
 from kvad.train.speed import prepare
 from kvad.train.start import Adapters, Start, Whole, absolute, restored, start_again, start_of, whole_as
@@ -216,13 +217,31 @@ class _Run:
         sample = self.material.sampler(self.model, self.tokenizer)
         precision = resolve_precision(train.precision, train.device)
         objective = make_objective(self.config, self.model, Autocast(precision, train.device))
+        saver = Saver(lambda: self._moment(state), self._write, beside=train.save_beside)
         trainer = Trainer(
-            self.model, objective, self.optimization, self.material.data, train, state, self._save, sample, heard, clock
+            self.model,
+            objective,
+            self.optimization,
+            self.material.data,
+            train,
+            state,
+            saver,
+            sample,
+            self.material.whence,
+            heard,
+            clock,
         )
         try:
-            return trainer.fit()
+            with within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):
+                return trainer.fit()
         finally:
             metrics.close()
+
+    def _outgrown(self, where: str, *, half: bool) -> MemoryPlanError:
+        own = [parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad]
+        every = sum(parameter.numel() for parameter in self.model.parameters())
+        learned = None if self.config.lora is None else sum(own)
+        return outgrown(self.model.config, self.config, every, where, half=half, learned=learned)
 
     def _introduce(self, heard: Sequence[Callback]) -> None:
         def tell(method: str, report: object) -> None:
@@ -233,17 +252,20 @@ class _Run:
         for callback in heard:
             callback.on_model(Subject(self.model, self.tokenizer, said, self.material.data, tell))
 
-    def _save(self, state: State) -> Path:
+    def _moment(self, state: State) -> Moment:
         tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
         if torch.device(self.config.train.device).type == "cuda":
             tensors["rng_device"] = torch.cuda.get_rng_state(self.config.train.device)
         content = progress(self.config, self.corpus, self.material, state)
         if self.begun is not None:
             content["init"] = self.begun
-        training = Training(tensors, content)
-        keep = self.config.train.keep
         with self.optimization.averaged():
-            path = self.form.save(self.out, state.step, self.model, training, keep=keep, fresh=self.fresh)
+            weights = self.form.weights(self.model)  # those of then, also when the block is left
+        best = state.best_step if self.config.train.keep_best else None
+        return Moment(state.step, weights, Training(tensors, content), best)
+
+    def _write(self, moment: Moment) -> Path:
+        path = self.form.save(self.out, moment, keep=self.config.train.keep, fresh=self.fresh)
         self.fresh = False
         return path
 

@@ -20,6 +20,7 @@ import torch
 from kvad.errors import DataError
 from kvad.text.base import Tokenizer
 from kvad.train.data import Batch, TrainingData
+from kvad.train.rows import texts_of
 from kvad.train.store import Ints
 
 __all__ = ["EVALUATION", "TRAINING", "HidingData", "MaskedData", "draws", "mask_token", "masked_row"]
@@ -91,6 +92,9 @@ class HidingData:
     def evaluation(self) -> Iterator[Batch]:
         return self._texts.evaluation()
 
+    def texts_of(self, number: int) -> list[int]:
+        return texts_of(self._texts, number)
+
     def told(self) -> list[str]:
         return [*self._texts.told(), f"hidden: {self._share:.0%} of the tokens in training, drawn anew each time"]
 
@@ -119,6 +123,9 @@ class MaskedData:
         for batch in self._rows.evaluation():
             yield self._hidden(batch, EVALUATION, number)
             number += sum(lane.rows for lane in batch.step.lanes)
+
+    def texts_of(self, number: int) -> list[int]:
+        return texts_of(self._rows, number)
 
     def told(self) -> list[str]:
         return [

@@ -28,6 +28,7 @@ from kvad.train.pair_data import PairData
 from kvad.train.pairs import PairCorpus, PairPaths, generation_of, open_pairs
 from kvad.train.prepared import Prepared, asked_for, is_prepared
 from kvad.train.reports import Sample
+from kvad.train.rows import texts_of
 from kvad.train.samples import greedy
 from kvad.train.sampling import SampledPairs
 from kvad.train.start import said_by
@@ -39,6 +40,7 @@ __all__ = ["Material", "Named", "as_json", "from_json", "named_for"]
 FRAMED = ("masked", "spans")  # objectives that read documents in a frame of their own
 AnyTexts = Corpus | PairCorpus | Prepared | FramedCorpus | ExampleCorpus[Any]
 Named = Sequence[Path] | PairPaths  # what a user names: files and folders of documents, or files of pairs
+NAMED = 8  # texts that a message names
 EXAMPLES = 3  # held-out sources that are answered at every evaluation
 
 
@@ -227,6 +229,20 @@ class Material:
             read(texts.store)
             return ""
         return ", found on disk" if open_store(folder, texts, tokenizer, accept=read)[1] else ""
+
+    def whence(self, numbers: range) -> str:
+        """The texts of these rows of the run, and their files where every file is one: "document 3 (b.txt)"; "" of
+        data that cannot tell."""
+        found = sorted({text for number in numbers for text in texts_of(self.data, number)})
+        if not found:
+            return ""
+        noun = "pair" if self.pairs else "text" if isinstance(self._alone, ExampleCorpus) else "document"
+        names = [str(text + 1) for text in found]
+        (texts,) = self._all if len(self._all) == 1 else (None,)
+        corpus = texts.documents if isinstance(texts, FramedCorpus) else texts
+        if isinstance(corpus, Corpus) and corpus.whole_files:
+            names = [f"{text + 1} ({corpus.sources[text].name})" for text in found]
+        return f"{noun}{'s' * (len(names) > 1)} {', '.join(names[:NAMED])}{', ...' * (len(names) > NAMED)}"
 
     def position(self) -> list[list[int]] | None:
         """Where data that is read in its order stands; a checkpoint keeps it for :meth:`seek`."""

@@ -8,6 +8,8 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
                              AdamW's share, with Adafactor 8 P (12 P with beta1); 4 P more for a moving average of the
                              weights, 4 P k for the last k.  Beside frozen weights these are 4 P, and the rest (12 L and
                              the like) L of the parameters being adapters'
+    copy         12 P        of what is saved, with train.save_beside: weights and moments; with averages what they
+                             hold and 4 P more.  Beside frozen weights 12 L
     rows         48 T A      tokens, positions, documents, limits, wanted, targets: int64, all micro-batches at once
                              an encoder-decoder's sources 32 T A beside them
     activations  4 T x       what the backward pass of one micro-batch needs, float32; under bf16 0.6 of it, + 2 P for
@@ -28,15 +30,35 @@ No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
 from kvad.config import Attention, Classes, Gated, Layer, ModelConfig, Rope, Stack, head_dim, table_width
 from kvad.errors import MemoryPlanError, counted
 from kvad.train.config import RunConfig
 
-__all__ = ["require", "state_bytes", "training_bytes"]
+__all__ = ["Taken", "outgrown", "require", "state_bytes", "taken", "training_bytes", "within"]
 
 LOGIT_BUDGET = 1 << 22  # objective.py's, which imports torch; a test holds them equal
 FROZEN = 0.7  # adapters beside q and v; of test_memory.py's shapes 0.67 to 0.95, and 0.81 to 1.09 beside all
 HALF = 0.6  # of the activations, where autocast multiplies in bf16: the stream and the norms stay float32
+
+
+class Taken(NamedTuple):
+    """Bytes of each share, as above; ``moments`` with the averages."""
+
+    weights: int
+    gradients: int
+    moments: int
+    copy: int
+    rows: int
+    activations: int
+    logits: int
+
+    def told(self) -> str:
+        """``weights 40.0 MiB, gradients ...``, what is nothing left out."""
+        return ", ".join(f"{name} {_shown(size)}" for name, size in self._asdict().items() if size)
 
 
 def training_bytes(
@@ -48,6 +70,19 @@ def training_bytes(
     half: bool = False,
     learned: int | None = None,
 ) -> int:
+    """The sum of :func:`taken`."""
+    return sum(taken(model, run, parameters, batch, half=half, learned=learned))
+
+
+def taken(
+    model: ModelConfig,
+    run: RunConfig,
+    parameters: int,
+    batch: int,
+    *,
+    half: bool = False,
+    learned: int | None = None,
+) -> Taken:
     """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast;
     ``learned``: how many of the parameters are trained (None: all)."""
     tokens = batch * run.data.context
@@ -61,8 +96,11 @@ def training_bytes(
     kept = kept if learned is None else int(FROZEN * kept)
     activations = int(HALF * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
-    state = state_bytes(model, run, parameters, learned)
-    return state + row * tokens * run.train.accumulate + activations + logits
+    own = parameters if learned is None else learned
+    moments = state_bytes(model, run, parameters, learned) - 4 * parameters - 4 * own
+    averaged = run.optim.ema > 0 or run.optim.average > 0
+    copy = moments + 4 * own * (1 + averaged) if run.train.save_beside else 0
+    return Taken(4 * parameters, 4 * own, moments, copy, row * tokens * run.train.accumulate, activations, logits)
 
 
 def state_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: int | None = None) -> int:
@@ -125,12 +163,49 @@ def require(
     hint = f"what would fit: --batch {low} (more rows to a step: --accumulate)"
     if not run.train.recompute:
         hint += "; --set train.recompute=true keeps fewer activations"
+    if run.train.save_beside:
+        hint += "; train.save_beside=false keeps no copy of what is saved"
     state = _shown(state_bytes(model, run, parameters, learned))
     raise MemoryPlanError(
         f"training on {counted(batch, 'row')} of {counted(run.data.context, 'token')} at a time needs about "
         f"{_shown(need(batch))} (weights, gradients and moments {state}) and {_shown(available)} is available",
         hint if low else "not even --batch 1 fits: a smaller --context, --accumulate or model would",
     )
+
+
+def outgrown(
+    model: ModelConfig,
+    run: RunConfig,
+    parameters: int,
+    where: str,
+    *,
+    half: bool = False,
+    learned: int | None = None,
+) -> MemoryPlanError:
+    """What to say of memory that ran out after all: the plan, and what to lower."""
+    train = run.train
+    planned = taken(model, run, parameters, train.batch, half=half, learned=learned)
+    ways = ["a lower train.batch (more rows to a step: train.accumulate)"] * (train.batch > 1)
+    ways += ["a lower data.context"] + ["train.recompute=true"] * (not train.recompute)
+    ways += ["train.precision=bf16"] * (not half) + ["train.save_beside=false"] * train.save_beside
+    return MemoryPlanError(
+        f"out of memory {where}, with {counted(train.batch, 'row')} of {counted(run.data.context, 'token')} at a time; "
+        f"planned were {_shown(sum(planned))}: {planned.told()}",
+        f"the last checkpoint is whole; what takes less: {', '.join(ways)}",
+    )
+
+
+@contextmanager
+def within(say: Callable[[], MemoryPlanError]) -> Iterator[None]:
+    """What runs out of memory in the block is raised as ``say`` has it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors, on a GPU one of their own
+        text = str(error)
+        torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
+        if not (isinstance(error, MemoryError) or torchs or "not enough memory" in text):
+            raise
+        raise say() from error
 
 
 def _shown(num_bytes: int) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ from kvad.errors import DataError
 from kvad.step import Lane, Step
 from kvad.train.store import Ints
 
-__all__ = ["Batch", "Epochs", "Row", "RowSource", "Segment", "Shape", "Use", "alone", "collate"]
-__all__ += ["generator", "owners", "picked"]
+__all__ = ["Batch", "Epochs", "Row", "RowSource", "Segment", "Shape", "Traced", "Use"]
+__all__ += ["alone", "collate", "generator", "owners", "picked", "texts_of"]
 
 PADDING = -1  # the document of what is left over
 
@@ -61,6 +61,20 @@ class RowSource(Protocol):
     def rows(self, numbers: Ints) -> list[Row]:
         """Rows ``numbers`` [n], ascending from step to step."""
         ...
+
+
+@runtime_checkable
+class Traced(Protocol):
+    """Data that can say what its rows are made of."""
+
+    def texts_of(self, number: int) -> list[int]:
+        """The texts of row ``number`` of a run, by their place in the corpus; a pair is one."""
+        ...
+
+
+def texts_of(data: object, number: int) -> list[int]:
+    """[] of what is not :class:`Traced`."""
+    return data.texts_of(number) if isinstance(data, Traced) else []
 
 
 @dataclass(frozen=True)

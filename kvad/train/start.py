@@ -29,16 +29,17 @@ from kvad.checkpoint.imported import Imported
 from kvad.checkpoint.linears import adaptable, targeted
 from kvad.checkpoint.native import save_step
 from kvad.checkpoint.open import open_checkpoint
-from kvad.checkpoint.opened import Opened, Training
+from kvad.checkpoint.opened import Opened
 from kvad.checkpoint.theirs import Layout, choose_layout
 from kvad.config import Classes, Head, ModelConfig, Pooled
 from kvad.errors import CheckpointError, ConfigError, counted
-from kvad.model.lora import adapt, factors_of, restore
+from kvad.model.lora import Factors, adapt, factors_of, restore
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 from kvad.train.config import RunConfig, TokenizerConfig
 from kvad.train.initial import initialise
 from kvad.train.objectives import headed
+from kvad.train.saver import Moment
 
 __all__ = ["Adapters", "Start", "Whole", "absolute", "restored", "said_by", "start_again", "start_of", "whole_as"]
 
@@ -63,20 +64,25 @@ class Whole:
     files: Mapping[str, bytes]
     origin: str | None = None
 
-    def save(self, run: Path, step: int, model: Transformer, training: Training, *, keep: int, fresh: bool) -> Path:
+    def weights(self, model: Transformer) -> dict[str, Tensor]:
+        """What of the model is written, nothing copied."""
+        return model.state_dict()
+
+    def save(self, run: Path, moment: Moment, *, keep: int, fresh: bool) -> Path:
         """As ``native.save_step``."""
         return save_step(
             run,
-            step,
+            moment.step,
             self.config,
-            model.state_dict(),
+            moment.weights,
             self.tokenizer,
-            training,
+            moment.training,
             layout=self.layout,
             generation=self.generation,
             files=self.files,
             origin=self.origin,
             keep=keep,
+            best=moment.best,
             fresh=fresh,
         )
 
@@ -88,21 +94,28 @@ class Adapters:
     form: AdapterForm
     config: RunConfig
 
-    def save(self, run: Path, step: int, model: Transformer, training: Training, *, keep: int, fresh: bool) -> Path:
+    def weights(self, model: Transformer) -> dict[str, Tensor]:
+        """As :meth:`Whole.weights`: of every adapted part ``NAME.a`` and ``NAME.b``."""
+        pairs = factors_of(model).items()
+        return {f"{name}.{side}": getattr(pair, side) for name, pair in pairs for side in "ab"}
+
+    def save(self, run: Path, moment: Moment, *, keep: int, fresh: bool) -> Path:
         """As ``adapter.save_adapter_step``."""
-        lora = self.config.lora
+        lora, found = self.config.lora, moment.weights
         assert lora is not None
+        names = [name.removesuffix(".a") for name in found if name.endswith(".a")]
         return save_adapter_step(
             run,
-            step,
+            moment.step,
             self.form,
-            factors_of(model),
+            {name: Factors(found[f"{name}.a"], found[f"{name}.b"], lora.scale) for name in names},
             rank=lora.rank,
             alpha=lora.alpha,
             rslora=lora.rslora,
             dropout=lora.dropout,
-            training=training,
+            training=moment.training,
             keep=keep,
+            best=moment.best,
             fresh=fresh,
         )
 
