@@ -13,6 +13,7 @@ adapters it is opened at every resume, and refused if it is another by then.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from kvad.checkpoint.adapter import Adapted, AdapterForm, base_fingerprint, form_of, open_adapter, save_adapter_step
 from kvad.checkpoint.export import words_of
-from kvad.checkpoint.generation import GENERATION, Generation
+from kvad.checkpoint.generation import GENERATION, Generation, generation_file
 from kvad.checkpoint.imported import Imported
 from kvad.checkpoint.linears import adaptable, targeted
 from kvad.checkpoint.native import save_step
@@ -64,6 +65,12 @@ class Whole:
     files: Mapping[str, bytes]
     origin: str | None = None
 
+    def talking(self, files: Mapping[str, bytes], said: Generation) -> Whole:
+        """The same with a chat template in ``files``, and with what ends a turn among ``said.stops``."""
+        ends = {GENERATION: _ending(self.files.get(GENERATION), said)}
+        exact = self.layout is not None and self.layout.exact
+        return replace(self, generation=said, files={**self.files, **files, **(ends if exact else {})})
+
     def weights(self, model: Transformer) -> dict[str, Tensor]:
         """What of the model is written, nothing copied."""
         return model.state_dict()
@@ -93,6 +100,11 @@ class Adapters:
 
     form: AdapterForm
     config: RunConfig
+
+    def talking(self, files: Mapping[str, bytes], said: Generation) -> Adapters:
+        """As :meth:`Whole.talking`, in the adapter's folder."""
+        ends = {GENERATION: _ending(None, said)}
+        return replace(self, form=replace(self.form, words={**self.form.words, **files, **ends}))
 
     def weights(self, model: Transformer) -> dict[str, Tensor]:
         """As :meth:`Whole.weights`: of every adapted part ``NAME.a`` and ``NAME.b``."""
@@ -265,6 +277,12 @@ def whole_as(opened: Opened) -> Whole:
         there = opened.path / GENERATION
         files |= {GENERATION: there.read_bytes()} if there.is_file() else {}
     return Whole(opened.config, layout, opened.generation, None, files, origin)
+
+
+def _ending(before: bytes | None, said: Generation) -> bytes:
+    """``generation_config.json`` with all tokens that end an answer."""
+    content = generation_file(said) or {} if before is None else json.loads(before)
+    return json.dumps({**content, "eos_token_id": list(said.stops)}, indent=2).encode()
 
 
 def _whole_of(opened: Opened, config: ModelConfig) -> Whole:
