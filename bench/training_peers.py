@@ -6,8 +6,8 @@
 
 Each peer is a process of its own that runs its own loop, and waits within it for its turn: ``kvad`` is ``Trainer.fit``
 over ``DocumentData``; ``nanogpt`` is the loop that nanoGPT's README describes, written here from that in plain PyTorch;
-``transformers`` is ``Trainer.train`` of ``GPT2LMHeadModel`` (it needs ``pip install transformers accelerate``).  For all
-of them: the same weights, the same rows of random tokens, the same function (tanh GELU, learned positions, biases, a
+``transformers`` is ``Trainer.train`` of ``GPT2LMHeadModel`` (``pip install transformers accelerate``).  For all of
+them: the same weights, the same rows of random tokens, the same function (tanh GELU, learned positions, biases, a
 tied head), scaled_dot_product_attention, fused AdamW with the same groups, a gradient clipped at 1.0, no dropout.
 
 One JSON line per precision: medians of a step in milliseconds, tokens per second, and how many times the better peer

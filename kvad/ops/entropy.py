@@ -9,6 +9,8 @@ gradient is summed where it lies.  (As in Wijmans et al. 2024, sec. 4, without a
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def learn(
     smoothing: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[float, Tensor]:
-    """x [N, E], weight [C, E], bias [C], targets [N] -> the summed loss (nats), and the gradient [N, E] of loss / total.
+    """x [N, E], weight [C, E], bias [C], targets [N] -> the summed loss (nats), and x's gradient of loss / total.
 
     Gradients of weight and bias are added to their ``grad``, where they need one.  ``dtype``: of the three products
     (None: that of x); everything else is in float32 at least.
@@ -63,7 +65,7 @@ def _slices(count: int, width: int) -> list[slice]:
     """As few as SLICE allows, and about equally long."""
     parts = max(1, -(-count // max(1, SLICE // width)))
     cuts = [count * number // parts for number in range(parts + 1)]
-    return [slice(low, high) for low, high in zip(cuts, cuts[1:], strict=False)]
+    return [slice(low, high) for low, high in pairwise(cuts)]
 
 
 def _add(weight: Tensor, error: Tensor, x: Tensor, factor: float) -> None:
