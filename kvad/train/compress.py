@@ -31,6 +31,7 @@ from kvad.train.job import (
     check_device,
     check_differences,
     check_out,
+    check_run,
     holds_run,
     nothing_left,
     open_again,
@@ -111,6 +112,7 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
     """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
     found = open_compressor(out)
     state = _training(found).state
+    check_run(out)
     try:
         return RunConfig.from_dict(state["run"]), from_json(state["corpus"])
     except (KeyError, TypeError) as error:
