@@ -27,7 +27,7 @@ from kvad.cli.evaluate_page import (
 )
 from kvad.cli.helping import Sectioned
 from kvad.cli.policies import policies_asked, policy_options
-from kvad.cli.running import DTYPES, deterministic_option, format_options, formats_asked
+from kvad.cli.running import DTYPES, adapter_option, deterministic_option, format_options, formats_asked
 from kvad.errors import RequestError, UsageError, counted
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ def _multiples(_ctx: click.Context, param: click.Parameter, value: str | None) -
 @click.option("--compressor", metavar="FOLDER", type=click.Path(path_type=Path), help="Makes a hierarchy's summaries.")
 @format_options
 @policy_options
+@adapter_option
 @click.option("--dtype", type=click.Choice(DTYPES), help="What to compute in [default: what is stored].")
 @deterministic_option
 @click.option("--quiet", is_flag=True, help="No progress on stderr.")
@@ -446,7 +447,7 @@ def _tag(
 def _classify(
     opened: Opened, task: str, data: Sequence[Path], options: Mapping[str, Any], progress: _Progress
 ) -> tuple[list[Line], Page]:
-    from kvad.lab.evaluate import TOGETHER
+    from kvad.lab.evaluate import TOGETHER, ask_all
     from kvad.lab.metrics import label_scores
     from kvad.lab.tagged import read_labelled
 
@@ -455,7 +456,8 @@ def _classify(
         _tokenizer(llm)
         for low in range(0, len(labelled), TOGETHER):
             some = [text for text, _ in labelled[low : low + TOGETHER]]
-            said += [labels[0].label for labels in llm.classify(some)]
+            numbers = range(low + 1, low + 1 + len(some))
+            said += [labels[0].label for labels in ask_all(llm.classify, some, numbers)]
             progress.tell("labelling", len(said), len(labelled))
     scores = label_scores([label for _, label in labelled], said)
     return [labels_line(scores)], labels_page(scores, _known(opened), counted(len(labelled), "text"))
@@ -481,7 +483,8 @@ def _load(opened: Opened, options: Mapping[str, Any], *, rows: int, capacity: in
         reads = opened.config.kind == "decoder" and not answers  # without a cache: one that holds next to nothing
         fields = {"rows": 1, "capacity": 1} if reads else {"rows": rows, "capacity": capacity}
     fields["chunk"] = min(fields.get("chunk", 512), fields["capacity"])
-    return LLM.load(opened.path, dtype=options["dtype"], deterministic=options["deterministic"], **fields)
+    chosen = {name: options[name] for name in ("dtype", "deterministic", "adapter")}
+    return LLM.load(opened.path, **chosen, **fields)
 
 
 def _tokenizer(llm: LLM) -> Any:

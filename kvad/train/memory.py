@@ -15,13 +15,15 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
     activations  4 T x       what the backward pass of one micro-batch needs, float32; under bf16 0.6 of it, + 2 P for
                              the weights' copies.  x is the sum over layers (of the encoder too) of
                                  5 E (4 E where norms come after) + (H + K) D (twice that where it is rotated)
-                                 + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate, F with ReLU) + S
+                                 + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate, F with ReLU)
                                  + 4 H S where attention makes its scores (softcap, sink logits), H S with a bias
+                                 or Dv other than D
                              and, where a layer attends to a source, that attention's share and 2 E more;
                              with dropout of its weights, attention makes its scores, and H S more are the mask.
+                             S once for all layers, the mask of packed rows (3 S with an encoder and a decoder).
                              Recomputed: E for each layer, and x of the largest one alone.  Beside frozen weights 0.7
                              of it: their inputs are kept only where an adapter reads them
-    logits       16 min(T V, max(LOGIT_BUDGET, V))    logits, their log-probabilities and the gradients of both;
+    logits       8 min(T V, max(LOGITS, V))    logits, and their log-probabilities in the place of both gradients;
                              V: the labels where the head has classes, T: the hidden tokens of objective masked
 
 A test counts what autograd really keeps.  Only the CPU's memory is asked for: another device answers for itself.
@@ -39,7 +41,7 @@ from kvad.train.config import RunConfig
 
 __all__ = ["outgrown", "require", "shown", "state_bytes", "training_bytes", "training_parts", "within"]
 
-LOGIT_BUDGET = 1 << 22  # objective.py's, which imports torch; a test holds them equal
+LOGITS = 1 << 24  # SLICE of ops/entropy.py, which imports torch; a test holds them equal
 FROZEN = 0.7  # adapters beside q and v; of test_memory.py's shapes 0.67 to 0.95, and 0.81 to 1.09 beside all
 HALF = 0.6  # of the activations, where autocast multiplies in bf16: the stream and the norms stay float32
 
@@ -72,10 +74,11 @@ def training_parts(
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
     each = [_kept(model, stack, layer, run.data.context) for stack, layer in layers]
-    kept = 4 * tokens * (model.width * len(each) + max(each) if run.train.recompute else sum(each))
+    masks = run.data.context * (1 if len(stacks) == 1 else 3)
+    kept = 4 * tokens * ((model.width * len(each) + max(each) if run.train.recompute else sum(each)) + masks)
     answers = len(model.head.labels) if isinstance(model.head, Classes) else model.vocab
     asked = int(tokens * run.objective.density) if run.objective.kind == "masked" else tokens
-    logits = 16 * min(asked * answers, max(LOGIT_BUDGET, answers))
+    logits = 8 * min(asked * answers, max(LOGITS, answers))
     kept = kept if learned is None else int(FROZEN * kept)
     activations = int(HALF * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
@@ -116,10 +119,10 @@ def _attended(model: ModelConfig, mixer: Attention, context: int) -> int:
     dim = head_dim(model, mixer)
     heads, kv_heads, value_dim = mixer.heads, mixer.kv_heads or mixer.heads, mixer.value_dim or dim
     times = 2 if isinstance(mixer.position, Rope) else 1
-    attention = times * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim + context
+    attention = times * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim
     if mixer.softcap is not None or mixer.sinks:
         attention += 4 * heads * context
-    elif not (mixer.position is None or isinstance(mixer.position, Rope)):
+    elif value_dim != dim or not (mixer.position is None or isinstance(mixer.position, Rope)):
         attention += heads * context
     if model.dropout.attention:
         attention += 3 * heads * context

@@ -101,20 +101,25 @@ def _lines(contents: Iterable[dict[str, Any]]) -> str:
 
 
 class Speed:
-    """Tokens per second and seconds per step, as a mean in which the last dozen steps or so count."""
+    """Tokens and FLOPs per second and seconds per step, as a mean in which the last dozen steps or so count."""
 
     def __init__(self, keep: float = 0.92) -> None:
         self._keep, self._weight = keep, 0.0
-        self._tokens = self._seconds = 0.0
+        self._tokens = self._seconds = self._flops = 0.0
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: int, seconds: float, flops: int = 0) -> None:
         self._weight = self._weight * self._keep + 1
         self._tokens = self._tokens * self._keep + tokens
+        self._flops = self._flops * self._keep + flops
         self._seconds = self._seconds * self._keep + seconds
 
     @property
     def tokens_per_second(self) -> float:
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def flops_per_second(self) -> float:
+        return self._flops / self._seconds if self._seconds > 0 else 0.0
 
     @property
     def seconds_per_step(self) -> float:

@@ -25,6 +25,7 @@ from kvad.train.config import TrainConfig
 from kvad.train.data import Batch, TrainingData
 from kvad.train.divergence import Trend
 from kvad.train.fault import Fault, RandomState, find_fault
+from kvad.train.gauge import Gauge, held
 from kvad.train.metrics import Speed
 from kvad.train.objective import Objective, resolve_precision
 from kvad.train.optim import Optimization
@@ -61,8 +62,8 @@ class State:
 @dataclass
 class Trainer:
     """``model``: what is trained.  ``saver`` makes checkpoints of it and of ``state``; ``sample`` says what the model
-    makes of a few examples, after every evaluation; ``clock`` gives seconds; ``whence`` names the texts of rows, which
-    are counted from the run's first."""
+    makes of a few examples, after every evaluation; ``clock`` gives seconds; ``gauge`` counts a step's FLOPs;
+    ``whence`` names the texts of rows, which are counted from the run's first."""
 
     model: nn.Module
     objective: Objective
@@ -74,11 +75,12 @@ class Trainer:
     sample: Callable[[], tuple[Sample, ...]] | None = None
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
+    gauge: Gauge | None = None
     whence: Callable[[range], str] | None = None
 
     def __post_init__(self) -> None:
         self.precision = resolve_precision(self.config.precision, self.config.device)
-        self.speed = Speed()
+        self.speed, self.flops = Speed(), 0
         self.trend = Trend(self.state.trend)
         self.checkpoint = Path()  # the newest that this run has told of
 
@@ -102,7 +104,7 @@ class Trainer:
         while not stop.is_set() and not self._is_over():
             before = self.clock()
             lr, norm, tokens = self._step()
-            self.speed.add(tokens, self.clock() - before)
+            self.speed.add(tokens, self.clock() - before, self.flops)
             state.elapsed = self.clock() - began
             self._tell("on_step", self._step_report(lr, norm))
             self._watch(lr, norm)
@@ -128,6 +130,7 @@ class Trainer:
         random = RandomState(self.config.device)
         batches = self._batches()
         total = sum(len(batch.targets) for batch in batches)
+        self.flops = 0 if self.gauge is None else self.gauge.count(batches)
         self.model.train()
         lr = self.optimization.begin(state.step, state.elapsed)
         scaled = self.optimization.scaled(total)
@@ -224,13 +227,26 @@ class Trainer:
             device=self.config.device,
             threads=torch.get_num_threads(),
             torch=torch.__version__,
+            gemm_flops=None if self.gauge is None else self.gauge.peak,
         )
 
     def _step_report(self, lr: float, norm: float) -> StepReport:
         state = self.state
         assert state.loss is not None
-        speed = self.speed.tokens_per_second
-        return StepReport(state.step, state.loss, lr, norm, state.tokens, state.elapsed, speed, self._eta())
+        speed, memory = self.speed, held(self.config.device)
+        return StepReport(
+            step=state.step,
+            loss=state.loss,
+            lr=lr,
+            grad_norm=norm,
+            tokens=state.tokens,
+            elapsed=state.elapsed,
+            tokens_per_second=speed.tokens_per_second,
+            eta=self._eta(),
+            mfu=None if self.gauge is None else speed.flops_per_second / self.gauge.peak,
+            memory=memory.now,
+            memory_peak=memory.most,
+        )
 
     def _eta(self) -> float | None:
         config, state = self.config, self.state
