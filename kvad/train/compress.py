@@ -33,6 +33,7 @@ from kvad.train.job import (
     check_differences,
     check_machine,
     check_out,
+    check_run,
     eventful,
     holds_run,
     nothing_left,
@@ -115,6 +116,7 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
     """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
     found = open_compressor(out)
     state = _training(found).state
+    check_run(out)
     try:
         return RunConfig.from_dict(state["run"]), from_json(state["corpus"])
     except (KeyError, TypeError) as error:

@@ -61,6 +61,7 @@ __all__ = [
     "check_differences",
     "check_machine",
     "check_out",
+    "check_run",
     "eventful",
     "holds_run",
     "nothing_left",
@@ -192,6 +193,7 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
     path = locate(out)
     if not (path / TRAINING).is_dir():
         raise CheckpointError(f"{path} holds a model but no training state", "only a run of kvad train can go on")
+    check_run(out)
     state = read_json(path / TRAINING / "state.json")
     try:
         return RunConfig.from_dict(state["run"]), from_json(state["corpus"])
@@ -343,6 +345,15 @@ def holds_run(out: Path, overwrite: bool) -> bool:
             f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
         )
     return bool(earlier)
+
+
+def check_run(out: Path) -> None:
+    """CheckpointError for one of a run's checkpoints, its best for one: a run goes on from its newest."""
+    if not steps_of(out):
+        run = next((path for path in locate(out).parents if steps_of(path)), None)
+        raise CheckpointError(
+            f"{out} is a checkpoint, not a run", f"a run goes on from its newest: --resume --out {run or 'RUN'}"
+        )
 
 
 def open_again(
