@@ -27,7 +27,7 @@ from kvad.cli.evaluate_page import (
 )
 from kvad.cli.helping import Sectioned
 from kvad.cli.policies import policies_asked, policy_options
-from kvad.cli.running import DTYPES, deterministic_option, format_options, formats_asked
+from kvad.cli.running import DTYPES, adapter_option, deterministic_option, format_options, formats_asked
 from kvad.errors import RequestError, UsageError, counted
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ def _multiples(_ctx: click.Context, param: click.Parameter, value: str | None) -
 @click.option("--compressor", metavar="FOLDER", type=click.Path(path_type=Path), help="Makes a hierarchy's summaries.")
 @format_options
 @policy_options
+@adapter_option
 @click.option("--dtype", type=click.Choice(DTYPES), help="What to compute in [default: what is stored].")
 @deterministic_option
 @click.option("--quiet", is_flag=True, help="No progress on stderr.")
@@ -481,7 +482,8 @@ def _load(opened: Opened, options: Mapping[str, Any], *, rows: int, capacity: in
         reads = opened.config.kind == "decoder" and not answers  # without a cache: one that holds next to nothing
         fields = {"rows": 1, "capacity": 1} if reads else {"rows": rows, "capacity": capacity}
     fields["chunk"] = min(fields.get("chunk", 512), fields["capacity"])
-    return LLM.load(opened.path, dtype=options["dtype"], deterministic=options["deterministic"], **fields)
+    chosen = {name: options[name] for name in ("dtype", "deterministic", "adapter")}
+    return LLM.load(opened.path, **chosen, **fields)
 
 
 def _tokenizer(llm: LLM) -> Any:

@@ -192,9 +192,9 @@ class _Run:
             train,
             state,
             Saver(lambda: self._moment(state), self._write, beside=train.save_beside),
-            whence=self.material.whence,
             callbacks=[metrics, *eventful(self.out, train), *callbacks],
             clock=clock,
+            whence=self.material.whence,
         )
         try:
             with within(lambda: _outgrown(state)):

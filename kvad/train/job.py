@@ -108,6 +108,8 @@ def train(
     config = fitting(config, kind)
     named = named_for(config.objective.kind, corpus)
     material = Material(config, named, tell, start=None if start is None else start.opened)
+    if start is not None:
+        start = start.answering(config.objective.kind, material.labels)
     tokenizer = material.make_tokenizer() if start is None else start.tokenizer
     model_config = material.shaped(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
     _check_memory(config, model_config, available, start)
@@ -123,6 +125,8 @@ def train(
         tell(line)
     if form is None:
         form = _form(model_config, material, tokenizer, tell)
+    elif material.talks:
+        form = form.talking(material.files(tokenizer), material.generation(tokenizer))
     run = _Run(config, named, out, model, tokenizer, material, form, fresh=earlier)
     run.begun = None if start is None else start.begun()
     run.gauged = gauged
@@ -163,7 +167,7 @@ def resume(
     _check_memory(config, checkpoint.config, available, start)
     tell = teller(callbacks)
     named = named_for(config.objective.kind, corpus)
-    material = Material(config, named, tell, start=None if begun is None else checkpoint, template=checkpoint.path)
+    material = Material(config, named, tell, start=None if begun is None else checkpoint, template=locate(out))
     open_again(material, out, tokenizer, state, tell)
     torch.manual_seed(config.train.seed)
     if start is None:
@@ -176,6 +180,8 @@ def resume(
         form: Whole | Adapters = _form(checkpoint.config, material, tokenizer, tell)
     else:
         form = whole_as(checkpoint) if start is None else start.form()
+    if material.talks:
+        form = form.talking(material.files(tokenizer), material.generation(tokenizer))
     run = _Run(config, named, out, model, tokenizer, material, form)
     run.begun, run.gauged = begun, gauged
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
@@ -242,10 +248,10 @@ class _Run:
             state,
             saver,
             sample,
-            self.material.whence,
             heard,
             clock,
-            gauge,
+            gauge=gauge,
+            whence=self.material.whence,
         )
         try:
             with within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):

@@ -15,6 +15,7 @@ from kvad.checkpoint.opened import Opened
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError, DataError, UsageError, counted
 from kvad.model.transformer import Transformer
+from kvad.text.chat import ChatTemplate
 from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from kvad.train.chats import ChatCorpus
 from kvad.train.config import RunConfig
@@ -84,21 +85,20 @@ class Material:
         template: Path | None = None,
     ) -> None:
         """``named`` is empty where ``data.sources`` names a mixture.  ``start``: what the run began with, if it was
-        trained before; ``template``: of chat, the folder of a checkpoint with the chat template, if that is another.
+        trained before; ``template``: of chat, the folder of the run's own checkpoint, whose template it goes on in.
 
         Raises DataError for what cannot be read, UsageError and ConfigError for what cannot be meant.
         """
         if config.objective.kind == "auto":  # nobody has asked the model: what is named says it
             config = fitting(config, "encoder-decoder" if isinstance(named, PairPaths) else "decoder")
         self._config, self._tell = config, tell
-        self._said = None if start is None else said_by(start)
+        self._said, self._start = None if start is None else said_by(start), start
         kind = config.objective.kind
         self.pairs = isinstance(named, PairPaths) and kind not in OF_EXAMPLES
         self._alone: FramedCorpus | ExampleCorpus[Any] | Prepared | None = None
         if kind in OF_EXAMPLES or kind in FRAMED:
             _check_alone(config)
-            folder = start.path if template is None and start is not None else template
-            self._alone = self._open_alone(named, folder)
+            self._alone = self._open_alone(named, template, start)
             self._weights, self._groups = [1.0], list[list[AnyTexts]]([[self._alone]])
         else:
             groups = _groups(config, named)
@@ -107,7 +107,9 @@ class Material:
         for texts in self._all:
             tell(texts.told())
 
-    def _open_alone(self, named: Named, template: Path | None) -> FramedCorpus | ExampleCorpus[Any] | Prepared:
+    def _open_alone(
+        self, named: Named, template: Path | None, start: Opened | None
+    ) -> FramedCorpus | ExampleCorpus[Any] | Prepared:
         """The one corpus of an objective that asks other things than the next token."""
         config, data = self._config, self._config.data
         paths = [path for item in named.files for path in item] if isinstance(named, PairPaths) else list(named)
@@ -129,7 +131,7 @@ class Material:
                 raise ConfigError("data.suffixes: examples come from files that are named", "leave --suffix out")
             if data.documents == "lines":
                 raise ConfigError("data.documents: examples are lines anyway", "leave it out")
-            return open_examples(config, named, template)
+            return open_examples(config, named, template, start)
         assert not isinstance(named, PairPaths), "named_for has looked"
         return FramedCorpus(self._open_corpus(named, hashed=True), config.objective.kind == "spans")
 
@@ -253,10 +255,19 @@ class Material:
             self.data.seek(position)
 
     def generation(self, tokenizer: Tokenizer) -> Generation:
-        """What a checkpoint says about generating."""
+        """What a checkpoint says about generating; a model that goes on to talk also ends with what ends its turns."""
         if self._said is not None:
-            return self._said
+            ends = generation_for(self.data, tokenizer).stops if self.talks else ()
+            return replace(self._said, stops=(*self._said.stops, *(end for end in ends if end not in self._said.stops)))
         return generation_of(tokenizer) if self.pairs else generation_for(self.data, tokenizer)
+
+    @property
+    def talks(self) -> bool:
+        """Whether a model that goes on is trained in another chat template than its own."""
+        if self._config.objective.kind != "chat" or self._start is None:
+            return False
+        given = isinstance(self._alone, Prepared) or self._config.objective.template is not None
+        return given or ChatTemplate.load(self._start.words) is None
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """What a run measures: a JSONL file that survives kills, and a steady estimate of speed.
 
 One JSON object per line; ``kind`` is ``run`` (what is trained, and where), ``step``, ``eval``, ``samples`` (what a
-few held-out sources become), ``measured`` (what a listener found out) or ``end``.  After a resume the file says what
-an uninterrupted run's would: lines of steps that are to be done again are dropped first.
+few held-out sources become), ``measured`` (what a listener found out), ``warning`` or ``end``.  After a resume the file
+says what an uninterrupted run's would: lines of steps that are to be done again are dropped first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvad.checkpoint.atomic import refused, write_bytes
-from kvad.train.reports import Callback, EvalReport, MeasuredReport, Outcome, SamplesReport, StartReport, StepReport
+from kvad.train.reports import (
+    Callback,
+    EvalReport,
+    MeasuredReport,
+    Outcome,
+    SamplesReport,
+    StartReport,
+    StepReport,
+    WarningReport,
+)
 
 __all__ = ["MetricsFile", "Speed", "read_metrics"]
 
@@ -59,6 +68,9 @@ class MetricsFile(Callback):
 
     def on_measured(self, report: MeasuredReport) -> None:
         self._write("measured", {"step": report.step, "what": report.what, **report.values})
+
+    def on_warning(self, report: WarningReport) -> None:
+        self._write("warning", dataclasses.asdict(report))
 
     def on_end(self, outcome: Outcome) -> None:
         if outcome.reason == "done":

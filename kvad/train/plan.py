@@ -31,7 +31,7 @@ from kvad.train.initial import initialise
 from kvad.train.job import check_machine
 from kvad.train.masking import MaskedData
 from kvad.train.material import Material, Named, named_for
-from kvad.train.memory import taken, training_bytes
+from kvad.train.memory import training_bytes, training_parts
 from kvad.train.objective import Autocast, Objective, resolve_precision
 from kvad.train.objectives import fitting, make_objective
 from kvad.train.optim import Optimization
@@ -251,7 +251,7 @@ def _memory(subject: _Subject, available: int | None) -> tuple[dict[str, int], i
     config, batch = subject.config, subject.config.train.batch
     half = subject.precision == "bf16"
     learned = None if config.lora is None else subject.trained
-    parts = taken(subject.model, config, subject.parameters, batch, half=half, learned=learned)._asdict()
+    parts = training_parts(subject.model, config, subject.parameters, batch, half=half, learned=learned)
     if available is None or torch.device(config.train.device).type != "cpu":
         return parts, None
     sizes = range(batch, 0, -1)
@@ -273,7 +273,7 @@ def _checkpoint(subject: _Subject) -> int:
     optim, trained = subject.config.optim, 4 * subject.trained
     moments = {"adamw": 2, "muon": 1, "adafactor": 0 if optim.beta1 is None else 1}[optim.name] * trained
     if optim.name == "muon" and subject.config.lora is None and not subject.compressor:
-        held = taken(subject.model, subject.config, subject.parameters, 1).moments
+        held = training_parts(subject.model, subject.config, subject.parameters, 1)["optimizer"]
         moments = held - trained * (optim.average + (optim.ema > 0))
     averages = trained * (1 + optim.average + (optim.ema > 0)) if optim.average or optim.ema else 0
     return trained + moments + averages

@@ -8,7 +8,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvad.errors import counted
-from kvad.train.reports import Callback, EvalReport, MeasuredReport, Outcome, SamplesReport, StartReport, StepReport
+from kvad.train.reports import (
+    Callback,
+    EvalReport,
+    MeasuredReport,
+    Outcome,
+    SamplesReport,
+    StartReport,
+    StepReport,
+    WarningReport,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,6 +70,9 @@ class PlainProgress(Callback):
 
     def on_measured(self, report: MeasuredReport) -> None:
         self._print(f"  {report.words}")
+
+    def on_warning(self, report: WarningReport) -> None:
+        self._print(f"warning: {report.text}")
 
     def on_end(self, outcome: Outcome) -> None:
         self._print(f"saved: {outcome.checkpoint}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvad.train.data import TrainingData
 
 __all__ = ["Callback", "EvalReport", "MeasuredReport", "Outcome", "Sample", "SamplesReport", "StartReport"]
-__all__ += ["StepReport", "Subject"]
+__all__ += ["StepReport", "Subject", "WarningReport"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,14 @@ class MeasuredReport:
 
 
 @dataclass(frozen=True)
+class WarningReport:
+    """What a user should look at: training goes on."""
+
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Subject:
     """What a listener needs that runs the model itself.  It must change nothing of it: no weight, no random number.
 
@@ -150,6 +158,9 @@ class Callback:
 
     def on_measured(self, report: MeasuredReport) -> None: ...
 
-    def on_save(self, path: Path, step: int) -> None: ...
+    def on_warning(self, report: WarningReport) -> None: ...
+
+    def on_save(self, path: Path, step: int) -> None:
+        """The checkpoint of an earlier step, or of this one, is there."""
 
     def on_end(self, outcome: Outcome) -> None: ...

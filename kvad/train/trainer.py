@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -23,12 +23,22 @@ from torch import nn
 from kvad.errors import NumericalError
 from kvad.train.config import TrainConfig
 from kvad.train.data import Batch, TrainingData
+from kvad.train.divergence import Trend
 from kvad.train.fault import Fault, RandomState, find_fault
 from kvad.train.gauge import Gauge, held
 from kvad.train.metrics import Speed
 from kvad.train.objective import Objective, resolve_precision
 from kvad.train.optim import Optimization
-from kvad.train.reports import Callback, EvalReport, Outcome, Sample, SamplesReport, StartReport, StepReport
+from kvad.train.reports import (
+    Callback,
+    EvalReport,
+    Outcome,
+    Sample,
+    SamplesReport,
+    StartReport,
+    StepReport,
+    WarningReport,
+)
 from kvad.train.saver import Saver
 
 __all__ = ["State", "Trainer"]
@@ -46,13 +56,14 @@ class State:
     val_step: int | None = None  # the step at which val_loss was measured
     best: float | None = None
     best_step: int | None = None  # the step of the lowest val_loss
+    trend: list[float] = field(default_factory=list)  # divergence.py's
 
 
 @dataclass
 class Trainer:
     """``model``: what is trained.  ``saver`` makes checkpoints of it and of ``state``; ``sample`` says what the model
-    makes of a few examples, after every evaluation; ``whence`` names the texts of rows, counted from the run's first;
-    ``clock`` gives seconds; ``gauge`` counts a step's FLOPs."""
+    makes of a few examples, after every evaluation; ``clock`` gives seconds; ``gauge`` counts a step's FLOPs;
+    ``whence`` names the texts of rows, which are counted from the run's first."""
 
     model: nn.Module
     objective: Objective
@@ -62,14 +73,15 @@ class Trainer:
     state: State
     saver: Saver
     sample: Callable[[], tuple[Sample, ...]] | None = None
-    whence: Callable[[range], str] | None = None
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
     gauge: Gauge | None = None
+    whence: Callable[[range], str] | None = None
 
     def __post_init__(self) -> None:
         self.precision = resolve_precision(self.config.precision, self.config.device)
         self.speed, self.flops = Speed(), 0
+        self.trend = Trend(self.state.trend)
         self.checkpoint = Path()  # the newest that this run has told of
 
     def fit(self) -> Outcome:
@@ -95,6 +107,7 @@ class Trainer:
             self.speed.add(tokens, self.clock() - before, self.flops)
             state.elapsed = self.clock() - began
             self._tell("on_step", self._step_report(lr, norm))
+            self._watch(lr, norm)
             if state.step % config.eval_every == 0 or self._is_over():
                 self._evaluate()  # before the save, so that a resume does not do it again
             if state.step % config.save_every == 0 or (config.keep_best and state.best_step == state.step):
@@ -133,6 +146,15 @@ class Trainer:
         self.optimization.step(norm)
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
+
+    def _watch(self, lr: float, norm: float) -> None:
+        """Warn of a run that diverges."""
+        state = self.state
+        assert state.loss is not None
+        warning = self.trend.tell(state.step, state.loss, norm, lr)
+        state.trend = self.trend.state
+        if warning is not None:
+            self._tell("on_warning", WarningReport(state.step, warning))
 
     def _told(self, fault: Fault | None, batches: Sequence[Batch]) -> str:
         """Of a step that is not finite: what, and where."""
