@@ -4,15 +4,16 @@
     OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 nice python bench/training_peers.py --clock cpu      # on a busy machine
     python bench/training_peers.py --layers 4 --width 128 --heads 4 --vocab 66 --batch 12 --context 64 --steps 50
 
-Each peer is a process of its own that runs its own loop, and waits within it for its turn: ``kvad`` is ``Trainer.fit`` over
-``DocumentData``; ``nanogpt`` is the loop that nanoGPT's README and comments describe, written here from that in plain
-PyTorch; ``transformers`` is ``Trainer.train`` of ``GPT2LMHeadModel`` (it needs ``pip install transformers accelerate``).
-For all of them: the same weights, the same rows of random tokens, the same function (tanh GELU, learned positions, biases,
-a tied head), scaled_dot_product_attention, fused AdamW with the same groups, a gradient clipped at 1.0, no dropout.
+Each peer is a process of its own that runs its own loop, and waits within it for its turn: ``kvad`` is ``Trainer.fit``
+over ``DocumentData``; ``nanogpt`` is the loop that nanoGPT's README describes, written here from that in plain PyTorch;
+``transformers`` is ``Trainer.train`` of ``GPT2LMHeadModel`` (``pip install transformers accelerate``).  For all of
+them: the same weights, the same rows of random tokens, the same function (tanh GELU, learned positions, biases, a
+tied head), scaled_dot_product_attention, fused AdamW with the same groups, a gradient clipped at 1.0, no dropout.
 
-One JSON line per precision: medians of a step in milliseconds, tokens per second, and how many times the best peer kvad is.
-``first`` and ``last`` are losses: that work is equal is checked on the first (1e-4 in fp32, before any update), and the
-last, after all updates, says that optimizers are too.  ``peak_mb``: the most memory that each process ever held.
+One JSON line per precision: medians of a step in milliseconds, tokens per second, and how many times the better peer
+kvad is.  ``first`` and ``last`` are losses: that work is equal is checked on the first (1e-4 in fp32, before any
+update), and the last, after all updates, says that optimizers are too.  ``peak_mb``: the most memory that each process
+ever held.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from kvad.cache.sizing import CacheConfig
 from kvad.config import mixers
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import distance_bias
+from kvad.ops.biases import distance_bias
 from kvad.ops.rotary import Angles
 from kvad.step import Lane, Score, Step
 from tests.drive import Run, Stream, drive, worst

@@ -20,7 +20,7 @@ from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import distance_bias
+from kvad.ops.biases import distance_bias
 from kvad.step import Lane, Rotary, Score, Step
 from tests.drive import Stream, drive
 from tests.models import VOCAB, build, model_config

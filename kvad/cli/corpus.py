@@ -128,8 +128,8 @@ def _write_drill(name: str, folder: Path, seed: int, as_json: bool) -> None:
     if as_json:
         emit_json({"folder": folder, "pairs": counts, "seed": seed})
         return
-    for part, pairs in counts.items():
-        click.echo(f"{folder / part}.tsv: {pairs:,} pairs")
+    for written, pairs in counts.items():
+        click.echo(f"{folder / written}.tsv: {pairs:,} pairs")
 
 
 def _check_free(folder: Path) -> None:

@@ -463,7 +463,7 @@ def _tag(
 def _classify(
     opened: Opened, task: str, data: Sequence[Path], options: Mapping[str, Any], progress: _Progress
 ) -> tuple[list[Line], Page]:
-    from kvad.lab.evaluate import TOGETHER
+    from kvad.lab.evaluate import TOGETHER, ask_all
     from kvad.lab.metrics import label_scores
     from kvad.lab.tagged import read_labelled
 
@@ -472,7 +472,8 @@ def _classify(
         _tokenizer(llm)
         for low in range(0, len(labelled), TOGETHER):
             some = [text for text, _ in labelled[low : low + TOGETHER]]
-            said += [labels[0].label for labels in llm.classify(some)]
+            numbers = range(low + 1, low + 1 + len(some))
+            said += [labels[0].label for labels in ask_all(llm.classify, some, numbers)]
             progress.tell("labelling", len(said), len(labelled))
     scores = label_scores([label for _, label in labelled], said)
     return [labels_line(scores)], labels_page(scores, _known(opened), counted(len(labelled), "text"))

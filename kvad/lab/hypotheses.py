@@ -30,7 +30,7 @@ from kvad.lab.findings import UNKNOWN
 from kvad.lab.replay import Key
 from kvad.lab.watch import Call, Watched
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import distance_bias
+from kvad.ops.biases import distance_bias
 from kvad.ops.rotary import Angles
 from kvad.step import Lane, Rotary, Step, View
 

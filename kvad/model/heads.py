@@ -50,14 +50,17 @@ class Language(nn.Module):
 
     def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
         """hidden [N, E], table [V, E] -> [N, V]."""
-        if self.transform is not None:
-            hidden = self.transform(hidden)
+        hidden = self.before(hidden)
         logits = linear(hidden, table if self.weight is None else self.weight, self.bias, self.tiles)
         if self.spec.scale != 1.0:
             logits = logits * self.spec.scale
         if self.spec.softcap is not None:
             logits = self.spec.softcap * torch.tanh(logits / self.spec.softcap)
         return logits
+
+    def before(self, hidden: Tensor) -> Tensor:
+        """hidden [N, E] -> what is multiplied with the matrix [N, E or the table's width]."""
+        return hidden if self.transform is None else self.transform(hidden)
 
 
 class Classes(nn.Module):

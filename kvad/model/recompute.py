@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kvad.model.mixers import Encoding
-from kvad.ops.attend import distance_bias
+from kvad.ops.biases import distance_bias
 from kvad.step import Buckets, Score, View
 
 __all__ = ["recomputed"]

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvad.ops.biases import distance_bias, of_heads
 from kvad.ops.invariant import Tiles
 from kvad.step import Bias, Buckets, Mark, Reach, Score, Slopes
 
@@ -29,12 +30,10 @@ __all__ = [
     "Reading",
     "attend",
     "blocks_of_queries",
-    "distance_bias",
     "joined",
     "logits_of",
     "only_seen",
     "poison",
-    "t5_bucket",
 ]
 
 Kernel = Literal["auto", "reference", "sdpa"] | Tiles  # in tiles: bits that no neighbour shows in (ops/aligned.py)
@@ -73,6 +72,7 @@ class Reading:
         self._masks = math.prod(self.shape) * (keys.position.shape[1] if self.per_head else 1)  # elements of a mask
         self.aligned: object = None  # what ops/aligned.py keeps of it
         self._visible: Tensor | None = None
+        self._added: dict[torch.dtype, Tensor] = {}
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}  # by id, beside what it belongs to: ids are used again
 
     def weighing(self, weight: Tensor) -> Reading:
@@ -82,6 +82,26 @@ class Reading:
         other = copy(self)
         other.weight = _by_head(weight)
         return other
+
+    @cached_property
+    def triangle(self) -> bool:
+        """Whether query i sees keys 0 .. i and no others, in every row: what a kernel knows without a mask."""
+        if self.reach != Reach() or self.keys is not self.queries or self.queries.document is not None:
+            return False
+        place = self.queries.place
+        return bool((place[:, 1:] > place[:, :-1]).all() & (self.queries.position >= 0).all() & (place >= 0).all())
+
+    def added_mask(self, dtype: torch.dtype) -> Tensor | None:
+        """[R, 1 or K, L, S] of zeros, -inf where a key is not to be seen: made once for the layers that share it.
+
+        None of a triangle, which needs none.
+        """
+        if self.triangle:
+            return None
+        if dtype not in self._added:
+            seen = self.visible(0, self.shape[1])
+            self._added[dtype] = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
+        return self._added[dtype]
 
     @cached_property
     def far(self) -> Tensor | None:
@@ -194,6 +214,8 @@ def blocks_of_queries(
             and (reading.weight is None or new == 1)
         )
         size = reading.queries_at_once(heads, scores=False) if streams else small
+        if streams and new > 1 and _learns(q) and reading.triangle:
+            size = new
         for low in range(0, new, size):
             high = min(low + size, new)
             made = _fused(q[:, low:high], k, v, reading, score, low, high, lse)
@@ -218,18 +240,27 @@ def _gives_lse(q: Tensor, k: Tensor, v: Tensor, score: Score) -> bool:
 
 def _finite(x: Tensor) -> bool:
     """A sum is not finite where a term is not; a sum of finite terms that overflows costs a second computation."""
-    return math.isfinite(x.sum().item())
+    return math.isfinite(x.detach().sum().item())
+
+
+def _learns(q: Tensor) -> bool:
+    """Whether a gradient is made.  What training is spared nobody else is: their bits are to stay what they were."""
+    return torch.is_grad_enabled() and q.requires_grad
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, reading: Reading, score: Score, low: int, high: int, lse: bool) -> Attended:
     rows, new, heads, _ = q.shape
+    plain = not lse and score.bias is None and reading.weight is None
+    if plain and new == reading.shape[1] > 1 and not reading.per_head and _learns(q):
+        out = _sdpa(q.transpose(1, 2), k, v, reading.added_mask(q.dtype), score.scale, score.dropout)
+        return Attended(out.transpose(1, 2))
     seen = mask = reading.visible(low, high)
-    if lse or score.bias is not None or reading.weight is not None:
+    if not plain:
         mask = _as_bias(q, reading, score, low, high)
     laid = _laid(q, k, v, mask)
     if lse:
         out, total = _sdpa_with_lse(*laid, score.scale)
-        blind = ~_of_heads(seen.any(dim=-1), heads)  # torch says 0 there
+        blind = ~of_heads(seen.any(dim=-1), heads)  # torch says 0 there
         total = total.reshape(rows, heads, new).masked_fill(blind, -math.inf)
     else:
         out, total = _sdpa(*laid, score.scale, score.dropout), None
@@ -245,7 +276,7 @@ def _as_bias(q: Tensor, reading: Reading, score: Score, low: int, high: int) -> 
     added = reading.added(score, q.shape[2], wide, low, high)
     if added is None:
         return torch.zeros_like(seen, dtype=wide).masked_fill_(~seen, -math.inf)
-    return added.masked_fill(~_of_heads(seen, added.shape[1]), -math.inf)
+    return added.masked_fill(~of_heads(seen, added.shape[1]), -math.inf)
 
 
 def _laid(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -271,9 +302,12 @@ def _laid(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor
     return q.transpose(1, 2), k, v, mask
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dropout: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
+    """``mask`` None: a triangle."""
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
 
 
 def _sdpa_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -281,11 +315,6 @@ def _sdpa_with_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) 
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(q, k, v, attn_mask=mask.expand(q.shape[0], q.shape[1], q.shape[2], -1), scale=scale)
     return out, lse
-
-
-def _of_heads(x: Tensor, heads: int) -> Tensor:
-    """[R, 1 or K, ...] -> [R, 1 or heads, ...]: what holds for a kv head holds for the heads that read it."""
-    return x if x.shape[1] in (1, heads) or heads == 1 else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def logits_of(q: Tensor, k: Tensor, reading: Reading, score: Score, low: int, high: int) -> Tensor:
@@ -298,7 +327,7 @@ def logits_of(q: Tensor, k: Tensor, reading: Reading, score: Score, low: int, hi
         logits = score.softcap * torch.tanh(logits / score.softcap)
     added = reading.added(score, heads, wide, low, high)
     logits = logits if added is None else logits + added
-    return logits.masked_fill(~_of_heads(reading.visible(low, high), heads), -math.inf)
+    return logits.masked_fill(~of_heads(reading.visible(low, high), heads), -math.inf)
 
 
 def _reference(
@@ -351,55 +380,3 @@ def poison(out: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 def _cut(mark: Mark, low: int, high: int) -> Mark:
     return Mark(*(None if x is None else x[:, low:high] for x in mark))  # type: ignore[arg-type]
-
-
-def distance_bias(bias: Slopes | Buckets | Bias, queries: Tensor, keys: Tensor, reach: Reach | None = None) -> Tensor:
-    """queries [R, L], keys [R, S] or [R, K, S] (positions) -> [R, H, L, S]; distances as ``reach`` numbers them."""
-    turns = reach is not None and reach.turns
-    if not isinstance(bias, (Slopes, Buckets)):
-        assert not turns, "a position encoding of one's own is not renumbered"
-        return bias.between(queries, keys) if keys.dim() == 2 else _between(bias, queries, keys)
-    keys, queries = keys.unsqueeze(1) if keys.dim() == 2 else keys, queries.unsqueeze(1)  # [R, 1 or K, S], [R, 1, L]
-    if reach is None:
-        ahead = keys.unsqueeze(-2) - queries.unsqueeze(-1)  # k - q
-    else:
-        ahead, queries = -reach.distance(queries, keys), reach.renumbered(queries) if turns else queries
-    if isinstance(bias, Slopes):
-        ahead = _of_heads(ahead, bias.slopes.shape[0])
-        slopes = bias.slopes.view(1, -1, 1, 1)
-        if bias.rounded:
-            there = slopes.bfloat16() * (queries.unsqueeze(-1) + ahead).bfloat16()
-            return (there.to(slopes.dtype) - slopes * queries.unsqueeze(-1).to(slopes.dtype)) * bias.factor
-        return -slopes * bias.factor * ahead.abs().to(slopes.dtype)
-    bucket = t5_bucket(ahead, bias.table.shape[0], bias.max_distance, bias.bidirectional)  # [R, 1 or K, L, S]
-    if bucket.shape[1] == 1:
-        return F.embedding(bucket[:, 0], bias.table).permute(0, 3, 1, 2)
-    heads = torch.arange(bias.table.shape[1], device=bucket.device).view(1, -1, 1, 1)
-    return bias.table[_of_heads(bucket, heads.numel()), heads]
-
-
-def _between(bias: Bias, queries: Tensor, keys: Tensor) -> Tensor:
-    """A bias of one's own, which knows keys [R, S], for keys [R, K, S]: each kv head's own heads of its answer."""
-    kv_heads = keys.shape[1]
-    every = [bias.between(queries, keys[:, head]) for head in range(kv_heads)]
-    return torch.cat([each.chunk(kv_heads, dim=1)[head] for head, each in enumerate(every)], dim=1)
-
-
-def t5_bucket(ahead: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """The bucket of ``ahead`` = k - q (Raffel et al. 2020, sec. 2.1; the reference code's integer rounding).
-
-    Bidirectional: half of the buckets for keys behind, half for keys ahead.  Half of a direction's buckets hold one
-    distance each, the others grow in width logarithmically up to ``max_distance``.
-    Example (32 buckets, 128, bidirectional): query 0, keys 0..9 -> 0 17 18 19 20 21 22 23 24 24.
-    """
-    offset = torch.zeros_like(ahead)
-    if bidirectional:
-        buckets //= 2
-        offset = torch.where(ahead > 0, buckets, 0)
-        distance = ahead.abs()
-    else:
-        distance = (-ahead).clamp(min=0)
-    exact = buckets // 2
-    ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    large = (exact + (ratio * (buckets - exact)).to(torch.int64)).clamp(max=buckets - 1)
-    return offset + torch.where(distance < exact, distance, large)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from kvad.checkpoint.atomic import write_bytes
 from kvad.checkpoint.compressor import StoredCompressor, model_fingerprint, open_compressor, save_compressor
 from kvad.checkpoint.open import model_of, open_checkpoint
 from kvad.checkpoint.opened import Opened, Training
@@ -27,10 +28,12 @@ from kvad.train.config import RunConfig, TokenizerConfig
 from kvad.train.distil import Distillation
 from kvad.train.job import (
     METRICS,
+    RUN_FILE,
     Clock,
-    check_device,
     check_differences,
+    check_machine,
     check_out,
+    eventful,
     holds_run,
     nothing_left,
     open_again,
@@ -45,9 +48,10 @@ from kvad.train.optim import Optimization
 from kvad.train.reports import Callback, Outcome
 from kvad.train.saver import Moment, Saver
 from kvad.train.speed import refuse
+from kvad.train.toml import run_file
 from kvad.train.trainer import State, Trainer
 
-__all__ = ["resume", "stored_run", "train"]
+__all__ = ["resume", "stored_run", "subject_of", "train"]
 
 
 def train(
@@ -66,9 +70,9 @@ def train(
     """
     check_out(out, corpus, config.data.suffixes)
     earlier = holds_run(out, overwrite)
-    check_device(config.train.device)
+    check_machine(config.train)
     refuse(config.train)
-    opened, tokenizer = _opened(config)
+    opened, tokenizer = subject_of(config)
     tell = teller(callbacks)
     named = named_for("compress", corpus)
     material = Material(config, named, tell)
@@ -96,8 +100,8 @@ def resume(
     found = open_compressor(out)
     config, corpus, state = config or run_config, corpus or paths, _training(found)
     check_differences(run_config.to_dict(), config.to_dict())
-    check_device(config.train.device)
-    opened, tokenizer = _opened(config)
+    check_machine(config.train)
+    opened, tokenizer = subject_of(config)
     compressor = found.compressor(opened).requires_grad_(True)
     tell = teller(callbacks)
     named = named_for("compress", corpus)
@@ -128,7 +132,7 @@ def _training(found: StoredCompressor) -> Training:
     return found.training
 
 
-def _opened(config: RunConfig) -> tuple[Opened, Tokenizer]:
+def subject_of(config: RunConfig) -> tuple[Opened, Tokenizer]:
     """The model that is compressed, and its tokenizer, refused where they cannot be."""
     wanted = config.compress
     if wanted.model is None:
@@ -177,6 +181,7 @@ class _Run:
         if stored is not None:
             self.optimization.restore(stored.tensors)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
+        write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
         autocast = Autocast(resolve_precision(train.precision, train.device), train.device)
         aim = Distillation(self.model, self.compressor, self.config.compress, autocast)
         trainer = Trainer(
@@ -187,9 +192,9 @@ class _Run:
             train,
             state,
             Saver(lambda: self._moment(state), self._write, beside=train.save_beside),
-            whence=self.material.whence,
-            callbacks=[metrics, *callbacks],
+            callbacks=[metrics, *eventful(self.out, train), *callbacks],
             clock=clock,
+            whence=self.material.whence,
         )
         try:
             with within(lambda: _outgrown(state)):

@@ -48,7 +48,10 @@ __all__ = [
 
 TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "compress", "lora")
 # What may change on resume, as no number does.
-FREE = tuple(f"train.{key}" for key in ("log_every", "eval_every", "save_every", "keep", "keep_best", "save_beside"))
+FREE = tuple(
+    f"train.{key}"
+    for key in ("log_every", "eval_every", "save_every", "keep", "keep_best", "save_beside", "tensorboard")
+)
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,8 @@ class TrainConfig:
     is saved when it is found.  ``save_beside``: from a copy, while training goes on (``saver.py``).
 
     ``recompute``: a layer's activations are computed again in the backward pass instead of kept.  ``compile``: the
-    model's training steps run through torch.compile.
+    model's training steps run through torch.compile.  ``tensorboard``: event files are written beside the metrics
+    (``events.py``).
     """
 
     steps: int | None = None
@@ -183,6 +187,7 @@ class TrainConfig:
     save_beside: bool = True
     recompute: bool = False
     compile: bool = False
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "eval_every", "save_every", "log_every", "keep"):

@@ -7,7 +7,8 @@
 An encoder-decoder (``RunConfig(model={"preset": "transformer-tiny"})``) is trained on pairs: the paths are TSV files,
 or the corpus is a :class:`~kvad.train.pairs.PairPaths`.  What else may be learned, and from what: ``objectives.py``.
 
-A run folder holds ``checkpoints/step-N/`` (each a whole checkpoint), ``data/`` (the tokens) and ``metrics.jsonl``.
+A run folder holds ``checkpoints/step-N/`` (each a whole checkpoint), ``data/`` (the tokens), ``metrics.jsonl`` and
+``run.toml`` (its configuration).
 ``LLM.load("runs/x")`` works from the first save on, at any moment.  What cannot be trained is refused before any of it
 is written, and the folders that were made for it go again.
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from kvad.checkpoint.atomic import write_bytes
 from kvad.checkpoint.folder import TRAINING, locate, read_json, steps_of
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import load
@@ -32,7 +34,10 @@ from kvad.config import Classes, ModelConfig, meaning
 from kvad.errors import CheckpointError, ConfigError, MemoryPlanError, UsageError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
-from kvad.train.config import RunConfig, differences
+from kvad.train.config import RunConfig, TrainConfig, differences
+from kvad.train.events import Events
+from kvad.train.events import require as require_events
+from kvad.train.gauge import Gauge, gemm_peak
 from kvad.train.initial import initialise
 from kvad.train.material import Material, Named, as_json, from_json, named_for
 from kvad.train.memory import outgrown, require, within
@@ -46,14 +51,17 @@ from kvad.train.saver import Moment, Saver
 from kvad.train.schedules import paced_by
 from kvad.train.speed import prepare
 from kvad.train.start import Adapters, Start, Whole, absolute, restored, start_again, start_of, whole_as
+from kvad.train.toml import run_file
 from kvad.train.trainer import State, Trainer
 
 __all__ = [
     "METRICS",
+    "RUN_FILE",
     "Clock",
-    "check_device",
     "check_differences",
+    "check_machine",
     "check_out",
+    "eventful",
     "holds_run",
     "nothing_left",
     "open_again",
@@ -65,7 +73,8 @@ __all__ = [
 ]
 
 METRICS = "metrics.jsonl"
-TEXTS = (".json", ".jsonl", ".svg")  # what a run's folder holds that a corpus would take for text
+RUN_FILE = "run.toml"
+TEXTS = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a corpus would take for text
 Clock = Callable[[], float]
 
 
@@ -78,17 +87,19 @@ def train(
     available: int | None = None,
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
+    gauged: bool = False,
 ) -> Outcome:
     """Train a new model, or one that there is (``config.init``), on text files and folders, or on pairs of texts.
 
     ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).
-    ``available``: bytes that may be taken (None: nobody knows).  Raises UsageError, DataError, ConfigError,
+    ``available``: bytes that may be taken (None: nobody knows).  ``gauged``: a matrix product is measured before the
+    run begins, so that reports say its utilisation (``gauge.py``).  Raises UsageError, DataError, ConfigError,
     TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
     for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
         check_out(out, source, config.data.suffixes)
     earlier = holds_run(out, overwrite)
-    check_device(config.train.device)
+    check_machine(config.train)
     config = absolute(config)
     start = start_of(config)
     # before a tokenizer is trained for a model that cannot be
@@ -118,6 +129,7 @@ def train(
         form = form.talking(material.files(tokenizer), material.generation(tokenizer))
     run = _Run(config, named, out, model, tokenizer, material, form, fresh=earlier)
     run.begun = None if start is None else start.begun()
+    run.gauged = gauged
     return run.fit(State(), None, callbacks, clock)
 
 
@@ -129,6 +141,7 @@ def resume(
     available: int | None = None,
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
+    gauged: bool = False,
 ) -> Outcome:
     """Go on from the newest checkpoint of a run; to the bit where steps limit it (see ``trainer.py``).
 
@@ -150,7 +163,7 @@ def resume(
     config = fitting(config, checkpoint.config.kind)
     if start is None:
         _check_same(stored, config, checkpoint, tokenizer)
-    check_device(config.train.device)
+    check_machine(config.train)
     _check_memory(config, checkpoint.config, available, start)
     tell = teller(callbacks)
     named = named_for(config.objective.kind, corpus)
@@ -170,7 +183,7 @@ def resume(
     if material.talks:
         form = form.talking(material.files(tokenizer), material.generation(tokenizer))
     run = _Run(config, named, out, model, tokenizer, material, form)
-    run.begun = begun
+    run.begun, run.gauged = begun, gauged
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
 
 
@@ -207,6 +220,7 @@ class _Run:
         self.optimization = Optimization(model, config.optim, config.train, model.config.width)
         self.form, self.fresh = form, fresh
         self.begun: dict[str, str] | None = None  # the model that it began with
+        self.gauged = False
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
         train = self.config.train
@@ -216,11 +230,14 @@ class _Run:
             if "rng_device" in stored.tensors:
                 torch.cuda.set_rng_state(stored.tensors["rng_device"], self.config.train.device)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
-        heard = [metrics, *callbacks]
+        heard = [metrics, *eventful(self.out, train), *callbacks]
+        write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
         self._introduce(heard)
         sample = self.material.sampler(self.model, self.tokenizer)
         precision = resolve_precision(train.precision, train.device)
         objective = make_objective(self.config, self.model, Autocast(precision, train.device))
+        frozen = self.config.lora is not None
+        gauge = Gauge(self.model.config, gemm_peak(train.device, precision), frozen) if self.gauged else None
         saver = Saver(lambda: self._moment(state), self._write, beside=train.save_beside)
         trainer = Trainer(
             self.model,
@@ -231,9 +248,10 @@ class _Run:
             state,
             saver,
             sample,
-            self.material.whence,
             heard,
             clock,
+            gauge=gauge,
+            whence=self.material.whence,
         )
         try:
             with within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):
@@ -396,8 +414,15 @@ def _check_memory(config: RunConfig, model: ModelConfig, available: int | None, 
         require(model, config, parameters, available, half=half, learned=learned)
 
 
-def check_device(device: str) -> None:
-    """ConfigError for one that cannot be used."""
+def eventful(out: Path, train: TrainConfig) -> list[Callback]:
+    """What writes TensorBoard's files, where they are asked for."""
+    return [Events(out, train.log_every)] if train.tensorboard else []
+
+
+def check_machine(train: TrainConfig) -> None:
+    """ConfigError for a device that cannot be used, ModuleNotFoundError for an extra that is not installed."""
+    device = train.device
+    require_events(train)
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -110,6 +110,7 @@ class MaskedData:
         self._choices: Ints = np.setdiff1d(np.arange(tokenizer.vocab_size), self._special)
         self.train_tokens, self.validation_tokens = rows.train_tokens, rows.validation_tokens
         self.tokens_per_step = round(density * rows.tokens_per_step)
+        self.read_per_step = rows.tokens_per_step
 
     def micro_batches(self, step: int) -> list[Batch]:
         number, batches = step * self._step_rows, []

@@ -15,13 +15,15 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
     activations  4 T x       what the backward pass of one micro-batch needs, float32; under bf16 0.6 of it, + 2 P for
                              the weights' copies.  x is the sum over layers (of the encoder too) of
                                  5 E (4 E where norms come after) + (H + K) D (twice that where it is rotated)
-                                 + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate, F with ReLU) + S
+                                 + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate, F with ReLU)
                                  + 4 H S where attention makes its scores (softcap, sink logits), H S with a bias
+                                 or Dv other than D
                              and, where a layer attends to a source, that attention's share and 2 E more;
                              with dropout of its weights, attention makes its scores, and H S more are the mask.
+                             S once for all layers, the mask of packed rows (3 S with an encoder and a decoder).
                              Recomputed: E for each layer, and x of the largest one alone.  Beside frozen weights 0.7
                              of it: their inputs are kept only where an adapter reads them
-    logits       16 min(T V, max(LOGIT_BUDGET, V))    logits, their log-probabilities and the gradients of both;
+    logits       8 min(T V, max(LOGITS, V))    logits, and their log-probabilities in the place of both gradients;
                              V: the labels where the head has classes, T: the hidden tokens of objective masked
 
 A test counts what autograd really keeps.  Only the CPU's memory is asked for: another device answers for itself.
@@ -32,33 +34,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from kvad.config import Attention, Classes, Gated, Layer, ModelConfig, Rope, Stack, head_dim, table_width
 from kvad.errors import MemoryPlanError, counted
 from kvad.train.config import RunConfig
 
-__all__ = ["Taken", "outgrown", "require", "state_bytes", "taken", "training_bytes", "within"]
+__all__ = ["outgrown", "require", "shown", "state_bytes", "training_bytes", "training_parts", "within"]
 
-LOGIT_BUDGET = 1 << 22  # objective.py's, which imports torch; a test holds them equal
+LOGITS = 1 << 24  # SLICE of ops/entropy.py, which imports torch; a test holds them equal
 FROZEN = 0.7  # adapters beside q and v; of test_memory.py's shapes 0.67 to 0.95, and 0.81 to 1.09 beside all
 HALF = 0.6  # of the activations, where autocast multiplies in bf16: the stream and the norms stay float32
-
-
-class Taken(NamedTuple):
-    """Bytes of each share, as above; ``moments`` with the averages."""
-
-    weights: int
-    gradients: int
-    moments: int
-    copy: int
-    rows: int
-    activations: int
-    logits: int
-
-    def told(self) -> str:
-        """``weights 40.0 MiB, gradients ...``, what is nothing left out."""
-        return ", ".join(f"{name} {_shown(size)}" for name, size in self._asdict().items() if size)
 
 
 def training_bytes(
@@ -70,11 +55,12 @@ def training_bytes(
     half: bool = False,
     learned: int | None = None,
 ) -> int:
-    """The sum of :func:`taken`."""
-    return sum(taken(model, run, parameters, batch, half=half, learned=learned))
+    """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast;
+    ``learned``: how many of the parameters are trained (None: all)."""
+    return sum(training_parts(model, run, parameters, batch, half=half, learned=learned).values())
 
 
-def taken(
+def training_parts(
     model: ModelConfig,
     run: RunConfig,
     parameters: int,
@@ -82,25 +68,32 @@ def taken(
     *,
     half: bool = False,
     learned: int | None = None,
-) -> Taken:
-    """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast;
-    ``learned``: how many of the parameters are trained (None: all)."""
+) -> dict[str, int]:
+    """The same by what it is for."""
     tokens = batch * run.data.context
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
     each = [_kept(model, stack, layer, run.data.context) for stack, layer in layers]
-    kept = 4 * tokens * (model.width * len(each) + max(each) if run.train.recompute else sum(each))
+    masks = run.data.context * (1 if len(stacks) == 1 else 3)
+    kept = 4 * tokens * ((model.width * len(each) + max(each) if run.train.recompute else sum(each)) + masks)
     answers = len(model.head.labels) if isinstance(model.head, Classes) else model.vocab
     asked = int(tokens * run.objective.density) if run.objective.kind == "masked" else tokens
-    logits = 16 * min(asked * answers, max(LOGIT_BUDGET, answers))
+    logits = 8 * min(asked * answers, max(LOGITS, answers))
     kept = kept if learned is None else int(FROZEN * kept)
     activations = int(HALF * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
     own = parameters if learned is None else learned
-    moments = state_bytes(model, run, parameters, learned) - 4 * parameters - 4 * own
+    optimizer = state_bytes(model, run, parameters, learned) - 4 * (parameters + own)
     averaged = run.optim.ema > 0 or run.optim.average > 0
-    copy = moments + 4 * own * (1 + averaged) if run.train.save_beside else 0
-    return Taken(4 * parameters, 4 * own, moments, copy, row * tokens * run.train.accumulate, activations, logits)
+    return {
+        "weights": 4 * parameters,
+        "gradients": 4 * own,
+        "optimizer": optimizer,
+        "copy": optimizer + 4 * own * (1 + averaged) if run.train.save_beside else 0,
+        "rows": row * tokens * run.train.accumulate,
+        "activations": activations,
+        "logits": logits,
+    }
 
 
 def state_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: int | None = None) -> int:
@@ -126,10 +119,10 @@ def _attended(model: ModelConfig, mixer: Attention, context: int) -> int:
     dim = head_dim(model, mixer)
     heads, kv_heads, value_dim = mixer.heads, mixer.kv_heads or mixer.heads, mixer.value_dim or dim
     times = 2 if isinstance(mixer.position, Rope) else 1
-    attention = times * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim + context
+    attention = times * (heads + kv_heads) * dim + (2 * heads + kv_heads) * value_dim
     if mixer.softcap is not None or mixer.sinks:
         attention += 4 * heads * context
-    elif not (mixer.position is None or isinstance(mixer.position, Rope)):
+    elif value_dim != dim or not (mixer.position is None or isinstance(mixer.position, Rope)):
         attention += heads * context
     if model.dropout.attention:
         attention += 3 * heads * context
@@ -165,10 +158,10 @@ def require(
         hint += "; --set train.recompute=true keeps fewer activations"
     if run.train.save_beside:
         hint += "; train.save_beside=false keeps no copy of what is saved"
-    state = _shown(state_bytes(model, run, parameters, learned))
+    state = shown(state_bytes(model, run, parameters, learned))
     raise MemoryPlanError(
         f"training on {counted(batch, 'row')} of {counted(run.data.context, 'token')} at a time needs about "
-        f"{_shown(need(batch))} (weights, gradients and moments {state}) and {_shown(available)} is available",
+        f"{shown(need(batch))} (weights, gradients and moments {state}) and {shown(available)} is available",
         hint if low else "not even --batch 1 fits: a smaller --context, --accumulate or model would",
     )
 
@@ -184,13 +177,14 @@ def outgrown(
 ) -> MemoryPlanError:
     """What to say of memory that ran out after all: the plan, and what to lower."""
     train = run.train
-    planned = taken(model, run, parameters, train.batch, half=half, learned=learned)
+    planned = training_parts(model, run, parameters, train.batch, half=half, learned=learned)
+    told = ", ".join(f"{name} {shown(size)}" for name, size in planned.items() if size)
     ways = ["a lower train.batch (more rows to a step: train.accumulate)"] * (train.batch > 1)
     ways += ["a lower data.context"] + ["train.recompute=true"] * (not train.recompute)
     ways += ["train.precision=bf16"] * (not half) + ["train.save_beside=false"] * train.save_beside
     return MemoryPlanError(
         f"out of memory {where}, with {counted(train.batch, 'row')} of {counted(run.data.context, 'token')} at a time; "
-        f"planned were {_shown(sum(planned))}: {planned.told()}",
+        f"planned were {shown(sum(planned.values()))}: {told}",
         f"the last checkpoint is whole; what takes less: {', '.join(ways)}",
     )
 
@@ -208,5 +202,6 @@ def within(say: Callable[[], MemoryPlanError]) -> Iterator[None]:
         raise say() from error
 
 
-def _shown(num_bytes: int) -> str:
+def shown(num_bytes: int) -> str:
+    """``12.5 MiB``."""
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -25,7 +25,9 @@ from torch import Tensor
 
 from kvad.config import Classes
 from kvad.model.fresh import Fresh
+from kvad.model.heads import Language
 from kvad.model.transformer import Transformer
+from kvad.ops.entropy import learn
 from kvad.step import Memory, Step
 from kvad.train.data import Batch
 
@@ -42,7 +44,7 @@ __all__ = [
     "slices",
 ]
 
-LOGIT_BUDGET = 1 << 22  # elements of [positions, V] made at a time
+LOGIT_BUDGET = 1 << 22  # elements of [positions, C] made at a time, but where ops/entropy.py learns
 
 
 class Measured(NamedTuple):
@@ -87,14 +89,14 @@ class NextToken:
 
 
 class Autocast:
-    """``precision`` as a context: bf16 or fp16 products and fp32 everything else, or nothing."""
+    """``precision`` as a context: bf16 or fp16 products and fp32 everything else, or nothing (``dtype`` None)."""
 
     def __init__(self, precision: str, device: str) -> None:
-        self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self._kind = torch.device(device).type
 
     def __call__(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._dtype is None else torch.autocast(self._kind, dtype=self._dtype)
+        return nullcontext() if self.dtype is None else torch.autocast(self._kind, dtype=self.dtype)
 
 
 def resolve_precision(precision: str, device: str) -> str:
@@ -118,13 +120,38 @@ def backward(
     with autocast():
         read = _read(model, model(batch.step, memory), batch.step)
     leaf = read.detach().requires_grad_()
-    summed = 0.0
-    for logits, targets in _asked(model, leaf, batch, autocast):
-        loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
-        (loss / total).backward()
-        summed += loss.item()
+    head = model.head
+    if isinstance(head, Language) and head.spec.softcap is None:
+        summed = _learned(model, head, leaf, batch, total, autocast, smoothing)
+    else:
+        summed = 0.0
+        for logits, targets in _asked(model, leaf, batch, autocast):
+            loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+            (loss / total).backward()
+            summed += loss.item()
     if leaf.grad is not None:
         read.backward(leaf.grad)
+    return summed
+
+
+def _learned(
+    model: Transformer, head: Language, leaf: Tensor, batch: Batch, total: float, autocast: Autocast, smoothing: float
+) -> float:
+    """The same of a head that is a product with a matrix: without a graph of its logits (``ops/entropy.py``)."""
+    with autocast():
+        read = head.before(leaf.index_select(0, batch.step.wanted))
+    weight = model.table if head.weight is None else head.weight
+    summed, gradient = learn(
+        read.detach(),
+        weight,
+        head.bias,
+        batch.targets,
+        total,
+        scale=head.spec.scale,
+        smoothing=smoothing,
+        dtype=autocast.dtype,
+    )
+    read.backward(gradient)
     return summed
 
 

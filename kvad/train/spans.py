@@ -199,6 +199,7 @@ class SpanData:
         self.train_tokens, self.validation_tokens = rows.train_tokens, rows.validation_tokens
         cut, spans = sizes(raw, options.density, options.mean_span)
         self.tokens_per_step = step_rows * (cut + spans + 2)
+        self.read_per_step = rows.tokens_per_step
 
     def micro_batches(self, step: int) -> list[Batch]:
         number, batches = step * self._step_rows, []

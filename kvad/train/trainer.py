@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -23,11 +23,22 @@ from torch import nn
 from kvad.errors import NumericalError
 from kvad.train.config import TrainConfig
 from kvad.train.data import Batch, TrainingData
+from kvad.train.divergence import Trend
 from kvad.train.fault import Fault, RandomState, find_fault
+from kvad.train.gauge import Gauge, held
 from kvad.train.metrics import Speed
 from kvad.train.objective import Objective, resolve_precision
 from kvad.train.optim import Optimization
-from kvad.train.reports import Callback, EvalReport, Outcome, Sample, SamplesReport, StartReport, StepReport
+from kvad.train.reports import (
+    Callback,
+    EvalReport,
+    Outcome,
+    Sample,
+    SamplesReport,
+    StartReport,
+    StepReport,
+    WarningReport,
+)
 from kvad.train.saver import Saver
 
 __all__ = ["State", "Trainer"]
@@ -45,13 +56,14 @@ class State:
     val_step: int | None = None  # the step at which val_loss was measured
     best: float | None = None
     best_step: int | None = None  # the step of the lowest val_loss
+    trend: list[float] = field(default_factory=list)  # divergence.py's
 
 
 @dataclass
 class Trainer:
     """``model``: what is trained.  ``saver`` makes checkpoints of it and of ``state``; ``sample`` says what the model
-    makes of a few examples, after every evaluation; ``whence`` names the texts of rows, counted from the run's first;
-    ``clock`` gives seconds."""
+    makes of a few examples, after every evaluation; ``clock`` gives seconds; ``gauge`` counts a step's FLOPs;
+    ``whence`` names the texts of rows, which are counted from the run's first."""
 
     model: nn.Module
     objective: Objective
@@ -61,13 +73,15 @@ class Trainer:
     state: State
     saver: Saver
     sample: Callable[[], tuple[Sample, ...]] | None = None
-    whence: Callable[[range], str] | None = None
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
+    gauge: Gauge | None = None
+    whence: Callable[[range], str] | None = None
 
     def __post_init__(self) -> None:
         self.precision = resolve_precision(self.config.precision, self.config.device)
-        self.speed = Speed()
+        self.speed, self.flops = Speed(), 0
+        self.trend = Trend(self.state.trend)
         self.checkpoint = Path()  # the newest that this run has told of
 
     def fit(self) -> Outcome:
@@ -90,9 +104,10 @@ class Trainer:
         while not stop.is_set() and not self._is_over():
             before = self.clock()
             lr, norm, tokens = self._step()
-            self.speed.add(tokens, self.clock() - before)
+            self.speed.add(tokens, self.clock() - before, self.flops)
             state.elapsed = self.clock() - began
             self._tell("on_step", self._step_report(lr, norm))
+            self._watch(lr, norm)
             if state.step % config.eval_every == 0 or self._is_over():
                 self._evaluate()  # before the save, so that a resume does not do it again
             if state.step % config.save_every == 0 or (config.keep_best and state.best_step == state.step):
@@ -115,6 +130,7 @@ class Trainer:
         random = RandomState(self.config.device)
         batches = self.data.micro_batches(state.step)
         total = sum(len(batch.targets) for batch in batches)
+        self.flops = 0 if self.gauge is None else self.gauge.count(batches)
         self.model.train()
         lr = self.optimization.begin(state.step, state.elapsed)
         scaled = self.optimization.scaled(total)
@@ -130,6 +146,15 @@ class Trainer:
         self.optimization.step(norm)
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
+
+    def _watch(self, lr: float, norm: float) -> None:
+        """Warn of a run that diverges."""
+        state = self.state
+        assert state.loss is not None
+        warning = self.trend.tell(state.step, state.loss, norm, lr)
+        state.trend = self.trend.state
+        if warning is not None:
+            self._tell("on_warning", WarningReport(state.step, warning))
 
     def _told(self, fault: Fault | None, batches: Sequence[Batch]) -> str:
         """Of a step that is not finite: what, and where."""
@@ -191,13 +216,26 @@ class Trainer:
             device=self.config.device,
             threads=torch.get_num_threads(),
             torch=torch.__version__,
+            gemm_flops=None if self.gauge is None else self.gauge.peak,
         )
 
     def _step_report(self, lr: float, norm: float) -> StepReport:
         state = self.state
         assert state.loss is not None
-        speed = self.speed.tokens_per_second
-        return StepReport(state.step, state.loss, lr, norm, state.tokens, state.elapsed, speed, self._eta())
+        speed, memory = self.speed, held(self.config.device)
+        return StepReport(
+            step=state.step,
+            loss=state.loss,
+            lr=lr,
+            grad_norm=norm,
+            tokens=state.tokens,
+            elapsed=state.elapsed,
+            tokens_per_second=speed.tokens_per_second,
+            eta=self._eta(),
+            mfu=None if self.gauge is None else speed.flops_per_second / self.gauge.peak,
+            memory=memory.now,
+            memory_peak=memory.most,
+        )
 
     def _eta(self) -> float | None:
         config, state = self.config, self.state

@@ -1,4 +1,4 @@
-"""Hidden tokens, cut spans and an assistant's turns, asked again: the same questions every time, and training's loss."""
+"""Hidden tokens, cut spans and an assistant's turns, asked again: the same every time, and training's own loss."""
 
 import json
 from dataclasses import replace
@@ -15,6 +15,7 @@ from kvad.train.feeds import roles_for
 from kvad.train.job import train
 from kvad.train.pairs import PairPaths
 from models import build
+from train.conftest import Listener
 from train.test_cli import kvad
 from train.test_every_objective import configured, files  # noqa: F401  (a fixture)
 
@@ -36,16 +37,10 @@ def test_hidden_tokens_are_the_same_every_time_and_what_stood_there_is_right():
     ids = [token for text in TEXTS[:2] for token in tokenizer.frame(tokenizer.encode(text))]
     width = once[0].step.lanes[0].new
     read = [once[0].step.tokens[row * width : (row + 1) * width].tolist() for row in range(once[0].step.lanes[0].rows)]
-    sizes = [32, 32, 32, 32, 32, 32, 32, len(tokenizer.frame(tokenizer.encode(TEXTS[0]))) % 32, len(TEXTS[1]) + 2]
     place, special = 0, set(tokenizer.specials.names().values())
     changed = dict(zip(once[0].step.wanted.tolist(), once[0].targets.tolist(), strict=True))
-    sizes = [size for size in sizes if size][-len(read) :]
     for number, row in enumerate(read):
-        size = (
-            int((once[0].step.documents.view(-1, width)[number] >= 0).sum())
-            if once[0].step.documents is not None
-            else width
-        )
+        size = int((once[0].step.documents.view(-1, width)[number] >= 0).sum())
         for column in range(size):
             right = ids[place]
             at = number * width + column
@@ -80,9 +75,9 @@ def test_spans_are_put_back_together():
     assert posed(model, [batch]).targets == len(batch.targets)
 
 
-def test_conversations_ask_what_training_asks(files, tmp_path, listener):  # noqa: F811
+def test_conversations_ask_what_training_asks(files, tmp_path):  # noqa: F811
     """The loss of a file held out, as training measures it."""
-    out, dev = tmp_path / "run", tmp_path / "dev.jsonl"
+    listener, out, dev = Listener(), tmp_path / "run", tmp_path / "dev.jsonl"
     dev.write_text("".join((files / "chat").read_text().splitlines(keepends=True)[:9]))
     config = configured("chat")
     config = replace(config, train=replace(config.train, steps=2, eval_tokens=0))

@@ -22,7 +22,7 @@ from kvad.config import SinusoidalPositions as Sinusoidal
 from kvad.model.fresh import Fresh
 from kvad.model.positions import alibi_slopes, depends_on_limit, rope_factor, rope_frequencies, rope_regime, sinusoid
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import distance_bias, t5_bucket
+from kvad.ops.biases import distance_bias, t5_bucket
 from kvad.step import Buckets, Lane, Slopes, Step
 from tests.models import VOCAB, build, model_config
 

@@ -15,7 +15,8 @@ from kvad import config as cfg
 from kvad.config import LearnedPositions, SinusoidalPositions
 from kvad.model.positions import alibi_slopes, rope_frequencies, sinusoid
 from kvad.model.transformer import Transformer
-from kvad.ops.attend import Attended, t5_bucket
+from kvad.ops.attend import Attended
+from kvad.ops.biases import t5_bucket
 from kvad.ops.rotary import Angles
 from kvad.step import Buckets, Rotary, Slopes
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvad.ops import attend as ops
-from kvad.ops.attend import Kernel, Reading, attend, t5_bucket
+from kvad.ops.attend import Kernel, Reading, attend
+from kvad.ops.biases import distance_bias, t5_bucket
 from kvad.ops.merge import Part, merge
 from kvad.step import Buckets, Mark, Reach, Score, Slopes
 from tests.pairwise import Case, pairwise
@@ -471,7 +472,7 @@ class Parts(NamedTuple):
             if ask.score.softcap is not None:
                 z = ask.score.softcap * torch.tanh(z / ask.score.softcap)
             if ask.score.bias is not None:
-                z = z + ops.distance_bias(ask.score.bias, ask.queries.position, keys.position)[:, head]
+                z = z + distance_bias(ask.score.bias, ask.queries.position, keys.position)[:, head]
             if self.weight is not None:
                 z = z + of_head(self.weight, own)[:, None].double()
             z = z.masked_fill(~ask.reach.allows(ask.queries, keys), -math.inf)
@@ -666,3 +667,57 @@ def test_gradients_pass_through_parts(logits: str) -> None:
         answers.append(torch.autograd.grad((out * weight).sum(), inputs))
     for cut, whole in zip(*answers, strict=True):
         torch.testing.assert_close(cut, whole, rtol=0, atol=1e-11)
+
+
+TRAINED = {  # tokens of two rows of 9: positions, documents
+    "whole rows": (torch.arange(9).repeat(2, 1), None),
+    "that begin late": (torch.arange(9).repeat(2, 1) + 5, None),
+    "of two documents": (torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2), torch.tensor([[0] * 4 + [1] * 5] * 2)),
+    "that restart unseparated": (torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2), None),
+    "with padding": (torch.arange(9).repeat(2, 1), torch.tensor([[0] * 7 + [-1] * 2] * 2)),
+}
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("reach", [Reach(), Reach(window=3), Reach(causal=False)])
+@pytest.mark.parametrize("rows", TRAINED)
+def test_what_training_asks_of_the_fused_kernel_is_what_the_reference_says(rows, reach, heads):
+    """The gradient too, where no mask is handed over and where one is made for all layers."""
+    positions, documents = TRAINED[rows]
+    mark = Mark(positions, documents)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    given = drawn(2, 9, heads[0], 8), drawn(2, heads[1], 9, 8), drawn(2, heads[1], 9, 8)
+    wanted = drawn(2, 9, heads[0], 8).detach()
+    reading = Reading(mark, mark, reach)
+    assert reading.triangle == (reach == Reach() and rows in ("whole rows", "that begin late"))
+    score = Score(scale=8**-0.5)
+    answers = [attend(*given, reading, score, kernel=kernel).out for kernel in ("sdpa", "reference")]
+    gradients = [torch.autograd.grad((answer * wanted).sum(), given) for answer in answers]
+    assert (answers[0] - answers[1]).abs().max() <= 1e-12
+    for fused, exact in zip(*gradients, strict=True):
+        assert (fused - exact).abs().max() <= 1e-12
+
+
+def test_without_a_gradient_the_mask_is_handed_over_as_before(monkeypatch):
+    """The bits of inference do not depend on what training is spared."""
+    seen: list[tuple[Tensor | None, bool]] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*given: Any, **named: Any) -> Tensor:
+        seen.append((named["attn_mask"], named["is_causal"]))
+        return real(*given, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    mark = Mark(torch.arange(9).repeat(2, 1))
+    reading, score = Reading(mark, mark, Reach()), Score(scale=8**-0.5)
+    given = [torch.randn(*shape, requires_grad=True) for shape in ((2, 9, 4, 8), (2, 4, 9, 8), (2, 4, 9, 8))]
+    attend(*given, reading, score)
+    with torch.no_grad():
+        attend(*given, reading, score)
+    (learning, causal), (judging, masked) = seen
+    assert learning is None and causal
+    assert judging is not None and judging.dtype == torch.bool and not masked

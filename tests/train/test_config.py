@@ -1,16 +1,19 @@
 """Run files: every key is applied or refused by name."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.theirs import choose_family
-from kvad.config import Embedding, Gated, LearnedPositions, Norm, Plain, Rope, SinusoidalPositions
+from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.theirs import choose_family, choose_layout
+from kvad.config import Embedding, Gated, LearnedPositions, Norm, Plain, Rope, SinusoidalPositions, meaning
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
+from kvad.train import encoder_presets, presets
 from kvad.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig, assigned, differences
 from kvad.train.presets import PRESETS
 
@@ -64,9 +67,60 @@ def test_bert_and_t5_have_their_own_numbers_of_parameters(name, vocab, context, 
     assert choose_family(model).reader == reader
 
 
+# Of each preset: the sizes of vocabulary, and the context, that its docstring counts its parameters with.
+COUNTED = {
+    **dict.fromkeys(("tiny", "small", "demo", "medium", "base"), ((4096,), 256)),
+    **dict.fromkeys(("transformer-tiny", "transformer-base", "transformer-big"), ((4096, 37_000), 256)),
+    "shakespeare-char": ((66,), 64),
+    "gpt2-124m": ((50_257,), 1024),
+    "llama-small": ((32_000,), 256),
+    "encoder-tiny": ((4096,), 256),
+    "bert-base": ((30_522,), 512),
+    "t5-tiny": ((4096,), 512),
+    "t5-small": ((32_128,), 512),
+}
+
+
+def parameters(name, vocab, context):
+    return sum(math.prod(shape) for shape in weight_shapes(PRESETS[name](vocab, context)).values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_docstrings_count_parameters(name):
+    if name.startswith("marian"):
+        return  # their neighbours' numbers, but for a bias at the head
+    vocabs, context = COUNTED[name]
+    text = f"{presets.__doc__}\n{encoder_presets.__doc__}"
+    (line,) = (line for line in text.splitlines() if line.startswith(f"``{name}``"))
+    said = re.findall(r"(\d+\.(\d+)) M\b", line)
+    assert [f"{parameters(name, vocab, context) / 1e6:.{len(digits)}f}" for vocab, (_, digits) in
+            zip(vocabs, said, strict=True)] == [number for number, _ in said]  # fmt: skip
+
+
+def test_gpt2_is_gpt2_and_llama_is_llama():
+    """As transformers counts GPT2LMHeadModel of openai-community/gpt2's config."""
+    assert parameters("gpt2-124m", 50_257, 1024) == 124_439_808
+    readers = {"gpt2-124m": "GPT2LMHeadModel", "llama-small": "LlamaForCausalLM"}
+    for name, reader in readers.items():
+        layout = choose_layout(PRESETS[name](50_257, 1024), Generation())
+        assert layout.reader == reader
+    said = choose_layout(PRESETS["gpt2-124m"](50_257, 1024), Generation()).content
+    assert (said["n_layer"], said["n_head"], said["n_embd"], said["n_positions"]) == (12, 12, 768, 1024)
+    assert said["activation_function"] == "gelu_new" and said["tie_word_embeddings"]
+
+
+def test_shakespeare_char_is_the_recipes_model():
+    recipe = RunConfig.load(ROOT / "runs" / "shakespeare-char-cpu.toml")
+    assert meaning(recipe.resolve(66)) == meaning(PRESETS["shakespeare-char"](66, 64))
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "count"),
-    [("transformer-base", (6, 6, 512, 8, 2048), 63_082_496), ("transformer-tiny", (2, 2, 128, 4, 512), 5_661_696)],
+    [
+        ("transformer-big", (6, 6, 1024, 16, 4096), 214_245_376),
+        ("transformer-base", (6, 6, 512, 8, 2048), 63_082_496),
+        ("transformer-tiny", (2, 2, 128, 4, 512), 5_661_696),
+    ],
 )
 def test_the_original_transformer(name, shape, count):
     """Vaswani et al. 2017, table 3, "base": 65 million with a vocabulary of "about 37000"."""

@@ -9,10 +9,10 @@ import torch
 from kvad.errors import MemoryPlanError
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
+from kvad.ops import entropy
 from kvad.step import Lane, Step
-from kvad.train import objective
 from kvad.train.config import RunConfig
-from kvad.train.memory import LOGIT_BUDGET, outgrown, require, state_bytes, taken, training_bytes, within
+from kvad.train.memory import LOGITS, outgrown, require, state_bytes, training_bytes, training_parts, within
 from kvad.train.objective import Autocast
 from kvad.train.optim import Optimization
 from kvad.train.presets import PRESETS
@@ -57,7 +57,7 @@ def kept_bytes(model, precision):
 
 def activations(config, half=False):
     """The estimate's own: what is left when state, rows and logits are taken off, and the copies under bf16."""
-    logits = 16 * min(ROWS * CONTEXT * config.vocab, LOGIT_BUDGET)
+    logits = 8 * min(ROWS * CONTEXT * config.vocab, LOGITS)
     return training_bytes(config, RUN, 0, ROWS, half=half) - 48 * ROWS * CONTEXT - logits
 
 
@@ -94,7 +94,7 @@ def test_the_estimate_beside_frozen_weights_is_near_it_too(name):
     model = Transformer(CONFIGS[name])
     adapt(model, targeted(CONFIGS[name], ["q", "v"]), 2, 1.0)
     kept = kept_bytes(model, "fp32")
-    logits = 16 * min(ROWS * CONTEXT * CONFIGS[name].vocab, LOGIT_BUDGET)
+    logits = 8 * min(ROWS * CONTEXT * CONFIGS[name].vocab, LOGITS)
     estimate = training_bytes(CONFIGS[name], RUN, 0, ROWS, learned=0) - 48 * ROWS * CONTEXT - logits
     assert kept / 1.5 <= estimate <= 1.25 * kept
 
@@ -142,7 +142,7 @@ def test_what_an_optimizer_remembers_is_counted(tables, each, beside):
     held += 8 * parameters  # weights and gradients
     assert 0.9 * held <= state_bytes(config, run, parameters) <= held
     written = 4 * parameters + sum(tensor.nbytes for tensor in optimization.tensors().values())
-    assert 0.9 * written <= taken(config, run, parameters, ROWS).copy <= written
+    assert 0.9 * written <= training_parts(config, run, parameters, ROWS)["copy"] <= written
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -164,8 +164,8 @@ def test_the_estimate_of_a_recomputed_pass_is_near_what_autograd_keeps(name):
     assert layers * 4 * ROWS * CONTEXT * config.width <= kept < kept_bytes(Transformer(config), "fp32")
 
 
-def test_the_budget_is_the_objectives():
-    assert LOGIT_BUDGET == objective.LOGIT_BUDGET
+def test_the_budget_is_that_of_the_slices():
+    assert LOGITS == entropy.SLICE
 
 
 def of_batch(batch):
@@ -202,10 +202,8 @@ def test_memory_that_ran_out_says_the_plan_and_what_to_lower():
     config = CONFIGS["plain"]
     error = outgrown(config, RUN, 5000, "in step 7")
     assert "out of memory in step 7, with 4 rows of 64 tokens at a time; planned were" in error.message
-    planned = taken(config, RUN, 5000, ROWS)
-    for name in ("weights 0.0 MiB", "gradients", "moments", "copy", "activations"):
+    for name in ("weights 0.0 MiB", "gradients", "optimizer", "copy", "rows", "activations", "logits"):
         assert name in error.message
-    assert planned.told().count("MiB") == 7 and sum(planned) == training_bytes(config, RUN, 5000, ROWS)
     for way in ("train.batch", "data.context", "train.recompute=true", "train.precision=bf16", "save_beside=false"):
         assert way in error.hint
     tight = {"batch": 1, "recompute": True, "save_beside": False}
