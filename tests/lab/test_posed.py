@@ -86,7 +86,7 @@ def test_conversations_ask_what_training_asks(files, tmp_path):  # noqa: F811
     batches, counts = conversations(opened.tokenizer, opened.words, [dev], 96, "strict")
     found = posed(model, batches)
     assert counts == [9, 0] and found.loss == pytest.approx(listener.evals[-1].val_loss, rel=1e-6)
-    assert found.targets == listener.evals[-1].targets
+    assert found.targets == listener.evals[-1].val_tokens
     code, text, err = kvad("eval", out, dev, "--task", "chat", "--json")
     assert code == 0 and json.loads(text)["loss"] == pytest.approx(found.loss, rel=1e-6), err
     code, text, _ = kvad("eval", out, dev, "--task", "chat", "--window", 40)
