@@ -14,7 +14,8 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
                              the weights' copies.  x is the sum over layers (of the encoder too) of
                                  5 E (4 E where norms come after) + (H + K) D (twice that where it is rotated)
                                  + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate, F with ReLU)
-                                 + 4 H S where attention makes its scores (softcap, sink logits), H S with a bias or Dv other than D
+                                 + 4 H S where attention makes its scores (softcap, sink logits), H S with a bias
+                                 or where Dv is not D
                              and, where a layer attends to a source, that attention's share and 2 E more;
                              with dropout of its weights, attention makes its scores, and H S more are the mask.
                              S once for all layers, the mask of packed rows (3 S with an encoder and a decoder).

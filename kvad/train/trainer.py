@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from kvad.errors import NumericalError
+from kvad.ops.heap import kept
 from kvad.train.config import TrainConfig
 from kvad.train.data import TrainingData
 from kvad.train.metrics import Speed
@@ -70,7 +71,7 @@ class Trainer:
         saved: tuple[int, Path] | None = None
         began = self.clock() - state.elapsed
         self._tell("on_start", self._start_report())
-        with _stop_signals() as stop:
+        with _stop_signals() as stop, kept():
             while not stop.is_set() and not self._is_over():
                 before = self.clock()
                 lr, norm, tokens = self._step()
