@@ -92,7 +92,7 @@ def test_the_docstrings_count_parameters(name):
         return  # their neighbours' numbers, but for a bias at the head
     vocabs, context = COUNTED[name]
     text = f"{presets.__doc__}\n{encoder_presets.__doc__}"
-    (line,) = (line for line in text.splitlines() if line.startswith(f"``{name}``"))
+    (line,) = (line for line in text.splitlines() if line.startswith(f"``{name}``") and " M" in line)
     said = re.findall(r"(\d+\.(\d+)) M\b", line)
     assert [f"{parameters(name, vocab, context) / 1e6:.{len(digits)}f}" for vocab, (_, digits) in
             zip(vocabs, said, strict=True)] == [number for number, _ in said]  # fmt: skip
