@@ -31,12 +31,7 @@ from kvad.train.job import (
     RUN_FILE,
     Clock,
     check_differences,
-    check_machine,
-    check_out,
-    check_run,
     eventful,
-    holds_run,
-    nothing_left,
     open_again,
     progress,
     teller,
@@ -46,6 +41,7 @@ from kvad.train.memory import within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import Optimization
+from kvad.train.refusals import check_machine, check_out, check_run, holds_run, nothing_left
 from kvad.train.reports import Callback, Outcome
 from kvad.train.saver import Moment, Saver
 from kvad.train.speed import refuse

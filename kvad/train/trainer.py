@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from kvad.errors import DataError, NumericalError
+from kvad.ops.heap import kept
 from kvad.train.config import TrainConfig
 from kvad.train.data import Batch, TrainingData
 from kvad.train.divergence import Trend
@@ -88,7 +89,7 @@ class Trainer:
         """Train to the end, or to the end of the step in which SIGINT or SIGTERM comes; then save."""
         began = self.clock() - self.state.elapsed
         self._tell("on_start", self._start_report())
-        with _stop_signals() as stop:
+        with _stop_signals() as stop, kept():
             try:
                 checkpoint = self._run(stop, began)
             finally:
