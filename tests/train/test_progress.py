@@ -15,7 +15,7 @@ from kvad.train.job import train
 from kvad.train.metrics import MetricsFile, Speed, read_metrics
 from kvad.train.presets import PRESETS
 from kvad.train.progress import PlainProgress, clock
-from kvad.train.reports import EvalReport, StartReport, StepReport
+from kvad.train.reports import EvalReport, StartReport, StepReport, WarningReport
 from kvad.train.rows import Batch
 from train.conftest import Listener
 
@@ -47,6 +47,12 @@ def test_plain_lines_come_every_ten_seconds_and_at_evaluations():
     lines = out.getvalue().splitlines()
     assert [line.split("/")[0] for line in lines[1:]] == ["step 10", "step 20", "step 30", "step 30"]
     assert "\x1b" not in out.getvalue()
+
+
+def test_a_warning_is_a_line():
+    out = io.StringIO()
+    PlainProgress(Console(file=out, width=200)).on_warning(WarningReport(70, "it diverges: a loss of 4.0"))
+    assert out.getvalue() == "warning: it diverges: a loss of 4.0\n"
 
 
 def test_the_board_says_all_of_it():
