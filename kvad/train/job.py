@@ -43,7 +43,7 @@ from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
-from kvad.train.refusals import check_machine, check_out, holds_run, nothing_left
+from kvad.train.refusals import check_machine, check_out, check_run, holds_run, nothing_left
 from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.saver import Moment, Saver
 from kvad.train.schedules import paced_by
@@ -185,6 +185,7 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
     path = locate(out)
     if not (path / TRAINING).is_dir():
         raise CheckpointError(f"{path} holds a model but no training state", "only a run of kvad train can go on")
+    check_run(out)
     state = read_json(path / TRAINING / "state.json")
     try:
         return RunConfig.from_dict(state["run"]), from_json(state["corpus"])

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from kvad.checkpoint.folder import steps_of
-from kvad.errors import ConfigError, UsageError
+from kvad.checkpoint.folder import locate, steps_of
+from kvad.errors import CheckpointError, ConfigError, UsageError
 from kvad.train.config import TrainConfig
 from kvad.train.events import require as require_events
 from kvad.train.material import Named
 from kvad.train.pairs import PairPaths
 
-__all__ = ["check_machine", "check_out", "holds_run", "nothing_left"]
+__all__ = ["check_machine", "check_out", "check_run", "holds_run", "nothing_left"]
 
 TEXTS = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a corpus would take for text
 
@@ -28,6 +28,15 @@ def holds_run(out: Path, overwrite: bool) -> bool:
             f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
         )
     return bool(earlier)
+
+
+def check_run(out: Path) -> None:
+    """CheckpointError for one of a run's checkpoints, its best for one: a run goes on from its newest."""
+    if not steps_of(out):
+        run = next((path for path in locate(out).parents if steps_of(path)), None)
+        raise CheckpointError(
+            f"{out} is a checkpoint, not a run", f"a run goes on from its newest: --resume --out {run or 'RUN'}"
+        )
 
 
 def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
