@@ -1,7 +1,8 @@
 """Training runs held against each other: what differs in their configurations, what came of it, and their curves.
 
 A run is read from its folder: ``metrics.jsonl``, and the newest checkpoint's ``training/state.json`` for what it was
-configured as, on what texts and with which tokenizer.  No torch, and no weight is read.
+configured as (before there is one: ``run.toml``), on what texts and with which tokenizer.  No torch, and no weight is
+read.
 
 A loss is nats per token, and a token is what the tokenizer makes of a text: losses of two tokenizers, or of two
 objectives, say nothing about each other, and :func:`cautions` says so.  Smoothed is a moving average of the logged
@@ -21,6 +22,7 @@ from kvad.checkpoint.folder import TRAINING, read_json, steps_of
 from kvad.errors import DataError, KvadError
 from kvad.lab.plot import Panel, Series, draw_loss, draw_panels, read_lines
 from kvad.text.tokenizer import load_tokenizer
+from kvad.train.config import read_toml
 
 __all__ = [
     "AXES",
@@ -65,8 +67,8 @@ class Summary:
 
 @dataclass(frozen=True)
 class Run:
-    """``config``: its tables, by dotted key, and ``corpus``; {} of a run that has saved nothing yet.  ``tokenizer``:
-    its fingerprint, None where no checkpoint holds one; ``data``: the fingerprint of its tokens."""
+    """``config``: its tables, by dotted key, and ``corpus``.  ``tokenizer``: its fingerprint, None where no checkpoint
+    holds one; ``data``: the fingerprint of its tokens, None before there is a checkpoint."""
 
     name: str
     path: Path
@@ -142,9 +144,12 @@ def _saved(path: Path) -> tuple[dict[str, Any], str | None, str | None]:
     """Configuration, tokenizer and tokens, as the newest checkpoint has them."""
     found = steps_of(path)
     if not found or not (found[-1] / TRAINING / "state.json").is_file():
-        return {}, None, None
+        file = path / "run.toml"
+        return (dict(_flat(read_toml(file))) if file.is_file() else {}), None, None
     state = read_json(found[-1] / TRAINING / "state.json")
     config = dict(_flat(state.get("run", {})))
+    if config.get("objective.kind") != "compress":  # as run.toml leaves it out
+        config = {key: value for key, value in config.items() if not key.startswith("compress.")}
     config["corpus"] = state.get("corpus")
     try:
         tokenizer: str | None = load_tokenizer(found[-1]).fingerprint()
@@ -167,15 +172,20 @@ def _flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Key -> each run's value, where they are not all the same; None where a run has no such key."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
+    known = [run for run in runs if run.config]
     values = {key: [run.config.get(key) for run in runs] for key in keys}
+    if len(known) < len(runs):  # of what nobody knows, nobody knows whether it differs
+        values = {key: each for key, each in values.items() if len({str(run.config.get(key)) for run in known}) > 1}
+    if any(run.data is None for run in runs):
+        values.pop("corpus", None)
     return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
 
 
 def cautions(runs: Sequence[Run]) -> list[str]:
     """Why losses, or validation losses, of these runs say nothing about each other."""
     found = []
-    if unsaved := [run.name for run in runs if not run.config]:
-        found.append(f"no checkpoint of {', '.join(unsaved)} yet: what it was configured as is not known")
+    if unsaved := [run.name for run in runs if run.data is None]:
+        found.append(f"no checkpoint of {', '.join(unsaved)} yet: its tokenizer and its texts are not known")
     if len({run.tokenizer for run in runs if run.tokenizer is not None}) > 1:
         found.append(
             "tokenizers differ: losses are nats per token of each, and NOT comparable (kvad eval says bits per byte)"

@@ -64,6 +64,9 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     bare = written(tmp_path / "bare")
     (bare / "checkpoints" / "step-00000020" / "training" / "state.json").unlink()
     assert "no checkpoint of bare yet" in cautions(read_runs([one, bare]))[0]
+    assert differences(read_runs([one, bare])) == {}, "nothing is known of it"
+    (bare / "run.toml").write_text('[optim]\nlr = 0.5\n[objective]\nkind = "next-token"\n[train]\nseed = 0\n')
+    assert differences(read_runs([one, bare])) == {"optim.lr": [0.1, 0.5]}
 
 
 def test_what_is_no_run(tmp_path):
