@@ -26,7 +26,7 @@ from kvad.train.feeds import FramedCorpus, feed, generation_for, open_examples, 
 from kvad.train.objectives import EXAMPLES as OF_EXAMPLES
 from kvad.train.objectives import fitting, headed
 from kvad.train.pair_data import PairData
-from kvad.train.pairs import PairCorpus, PairPaths, generation_of, open_pairs
+from kvad.train.pairs import PairCorpus, PairPaths, framed_by, generation_of, open_pairs
 from kvad.train.prepared import Prepared, asked_for, is_prepared
 from kvad.train.reports import Sample
 from kvad.train.rows import texts_of
@@ -312,7 +312,7 @@ class Material:
         for folder in folders:
             prepared = Prepared(folder)
             prepared.check_kind(self._config.objective.kind)
-            if self.pairs and self._said is not None:
+            if self.pairs:
                 _check_framed(prepared, self._said)
             found.append(prepared)
         if isinstance(group, PairPaths):
@@ -401,14 +401,14 @@ class Material:
         return SequentialData(sources, self._config, pad, pairs=self.pairs, what=what, vocab=self._vocab)
 
 
-def _check_framed(prepared: Prepared, said: Generation) -> None:
-    """DataError where a model that there is reads and writes pairs otherwise than one that begins: its targets open, or
-    a side ends, with other tokens."""
-    made = generation_of(prepared.tokenizer)
-    if (said.start, said.source_end, said.stops[:1]) != (made.start, made.source_end, made.stops[:1]):
+def _check_framed(prepared: Prepared, said: Generation | None) -> None:
+    """DataError where targets open, or a side ends, with other tokens than those of the model that goes on (``said``),
+    or of one that begins."""
+    usual = framed_by(generation_of(prepared.tokenizer))
+    if prepared.manifest.get("framed", usual) != (usual if said is None else framed_by(said)):
         raise DataError(
-            f"{prepared.folder} frames its pairs for a model that begins, and this one has its own tokens around them",
-            "name the files of pairs themselves",
+            f"{prepared.folder} frames its pairs for another model: other tokens open and end them",
+            "prepare them with this run file",
         )
 
 
