@@ -16,7 +16,7 @@ from kvad.config import ModelConfig
 from kvad.errors import ConfigError, DataError, UsageError, counted
 from kvad.model.transformer import Transformer
 from kvad.text.chat import ChatTemplate
-from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from kvad.text.tokenizer import Tokenizer, train_tokenizer
 from kvad.train.chats import ChatCorpus
 from kvad.train.config import RunConfig
 from kvad.train.corpus import Corpus, open_corpus
@@ -32,7 +32,7 @@ from kvad.train.reports import Sample
 from kvad.train.rows import texts_of
 from kvad.train.samples import greedy
 from kvad.train.sampling import SampledPairs
-from kvad.train.start import said_by
+from kvad.train.start import said_by, tokenizer_at
 from kvad.train.store import TokenStore, changed_sources, damaged_files, joined_key, open_store, store_key
 from kvad.train.stream import SequentialData, Units, units_of_store, units_of_texts
 
@@ -161,7 +161,7 @@ class Material:
         if self._prepared:
             return self._tokenizer_of(self._prepared)
         if wanted.path is not None:
-            return load_tokenizer(Path(wanted.path))
+            return tokenizer_at(wanted.path)
         self._tell(f"tokenizer: training {wanted.kind}")
         usual = roles_for(self._config.objective.kind)
         return train_tokenizer(
@@ -356,7 +356,7 @@ class Material:
     def _tokenizer_of(self, prepared: Sequence[Prepared]) -> Tokenizer:
         first, wanted = prepared[0], self._config.tokenizer
         if wanted.path is not None:
-            first.check(load_tokenizer(Path(wanted.path)), f"{wanted.path} is")
+            first.check(tokenizer_at(wanted.path), f"{wanted.path} is")
         elif not asked_for(first, wanted):
             raise ConfigError(
                 f"[tokenizer]: the tokens of {first.folder} are made already, by {first.tokenizer.kind} with "

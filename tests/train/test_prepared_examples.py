@@ -6,6 +6,7 @@ import pytest
 
 from kvad.checkpoint.folder import entry_of
 from kvad.step import Reach
+from kvad.text.tokenizer import load_tokenizer
 from train.test_cli import kvad
 from train.test_every_objective import PRESET, SMALL, TOPOLOGY, files  # noqa: F401  (a fixture)
 from train.test_job import hashes
@@ -191,3 +192,14 @@ def test_pairs_are_prepared_for_the_model_that_reads_them(files, tmp_path):  # n
     assert code == 2 and "frames its pairs for another model" in err
     code, _, err = kvad("train", tmp_path / "own", *small, "--out", tmp_path / "c")
     assert code == 2 and "frames its pairs for another model" in err
+
+
+def test_the_tokenizer_of_a_run_is_named_by_the_run(files, tmp_path):  # noqa: F811
+    run = run_file("masked", tmp_path)
+    assert kvad("train", run, files / "masked", "--out", tmp_path / "base")[0] == 0
+    other = ["--objective", "masked", "--tokenizer", tmp_path / "base", "--out", tmp_path / "data"]
+    code, _, err = kvad("data", "prepare", files / "masked", *other)
+    assert code == 0, err
+    made = json.loads((tmp_path / "data/manifest.json").read_text())["tokenizer"]
+    (step,) = (tmp_path / "base/checkpoints").iterdir()
+    assert load_tokenizer(step).fingerprint() == made
