@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvad.aside import missing
 from kvad.checkpoint.atomic import survivor
 from kvad.errors import CheckpointError
 
@@ -44,7 +45,6 @@ BEST = "best"
 FORMAT = 1  # of the manifest
 
 _STEP = re.compile(r"step-\d+")
-_REPLACED = re.compile(r"\.step-\d+\.\d+\.[0-9a-f]{8}\.old")
 
 
 def locate(path: Path) -> Path:
@@ -84,14 +84,14 @@ def step_folder(run: Path, step: int) -> Path:
 def steps_of(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; ``[]`` for a folder that is no run.
 
-    If all of them were being replaced when a process died, the ones set aside are they.
+    One that was being replaced when a process died, or that gave way to a step that was never finished, is among them.
     """
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    names = [path for path in folder.iterdir() if path.is_dir()]
-    whole = [path for path in names if _STEP.fullmatch(path.name)]
-    return sorted(whole or [path for path in names if _REPLACED.fullmatch(path.name)], key=lambda path: path.name)
+    steps = {left.name: left.path for left in missing(folder) if left.path.is_dir()}
+    steps |= {path.name: path for path in folder.iterdir() if path.is_dir()}
+    return [steps[name] for name in sorted(steps) if _STEP.fullmatch(name)]
 
 
 def is_run(path: Path) -> bool:

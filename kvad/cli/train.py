@@ -335,6 +335,8 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
         f"{', '.join(losses)}",
         err=True,
     )
+    if config.train.keep_best and outcome.best is not None and outcome.best_step not in (None, outcome.step):
+        click.echo(f"best:  {out / 'best'}, validation {outcome.best:.4f} at step {outcome.best_step:,}", err=True)
     if outcome.reason == "interrupted":
         click.echo(f"stopped, and saved. Go on with:  kvad train --resume --out {out}", err=True)
     elif config.objective.kind == "compress":

@@ -22,8 +22,8 @@ __all__ = ["page", "show"]
 def show(config: RunConfig, named: Named, out: Path | None, *, overwrite: bool, as_json: bool) -> None:
     """Print the plan; exit code 1 where the run would not fit into memory.  Raises as ``job.train``."""
     from kvad.cache.available import available_bytes
-    from kvad.train.job import check_out, holds_run
     from kvad.train.plan import plan
+    from kvad.train.refusals import check_out, holds_run
 
     if out is not None:
         check_out(out, named, config.data.suffixes)

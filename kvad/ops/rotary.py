@@ -6,7 +6,7 @@ A pair (a, b) at position p turns by the angle p * inv_freq in the positive sens
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ class Angles:
         turned = tables.twice.shape[-1]
         if x.shape[0] <= FEW and turned == x.shape[-1] and not rotary.interleaved:
             return x * tables.twice + x.roll(turned // 2, -1) * tables.signed  # the same sums, in fewer calls
+        if torch.is_grad_enabled() and x.requires_grad and not tables.cos.requires_grad:
+            out: Tensor = _Turned.apply(x, tables.cos, tables.sin, rotary.interleaved)  # type: ignore[no-untyped-call]
+            return out
         return rotate(x, tables.cos, tables.sin, rotary.interleaved)
 
     def _tables(self, rotary: Rotary, dtype: torch.dtype) -> _Tables:
@@ -57,6 +60,22 @@ class Angles:
         angle = (self._positions.to(wide).unsqueeze(-1) * rotary.inv_freq.to(wide)).unsqueeze(-2)
         cos, sin = (angle.cos() * rotary.factor).to(dtype), (angle.sin() * rotary.factor).to(dtype)
         return _Tables(rotary.inv_freq, cos, sin, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+class _Turned(torch.autograd.Function):
+    """:func:`rotate`, whose gradient is what comes back turned the other way: the same bits as autograd's, in fewer
+    operations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return rotate(x, cos, sin, interleaved)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(gradients[0], cos, -sin, ctx.interleaved), None, None, None
 
 
 def turn(x: Tensor, by: Tensor, rotary: Rotary, at: slice) -> Tensor:

@@ -31,11 +31,7 @@ from kvad.train.job import (
     RUN_FILE,
     Clock,
     check_differences,
-    check_machine,
-    check_out,
     eventful,
-    holds_run,
-    nothing_left,
     open_again,
     progress,
     teller,
@@ -45,6 +41,7 @@ from kvad.train.memory import within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import Optimization
+from kvad.train.refusals import check_machine, check_out, check_run, holds_run, nothing_left
 from kvad.train.reports import Callback, Outcome
 from kvad.train.saver import Moment, Saver
 from kvad.train.speed import refuse
@@ -115,6 +112,7 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
     """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
     found = open_compressor(out)
     state = _training(found).state
+    check_run(out)
     try:
         return RunConfig.from_dict(state["run"]), from_json(state["corpus"])
     except (KeyError, TypeError) as error:

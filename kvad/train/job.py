@@ -17,26 +17,24 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvad.checkpoint.atomic import write_bytes
-from kvad.checkpoint.folder import TRAINING, locate, read_json, steps_of
+from kvad.checkpoint.folder import TRAINING, locate, read_json
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import load
 from kvad.checkpoint.opened import Opened, Training, read_training
 from kvad.checkpoint.theirs import Layout, choose_layout
 from kvad.config import Classes, ModelConfig, meaning
-from kvad.errors import CheckpointError, ConfigError, MemoryPlanError, UsageError
+from kvad.errors import CheckpointError, ConfigError, MemoryPlanError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer
 from kvad.train.config import RunConfig, TrainConfig, differences
 from kvad.train.events import Events
-from kvad.train.events import require as require_events
 from kvad.train.gauge import Gauge, gemm_peak
 from kvad.train.initial import initialise
 from kvad.train.material import Material, Named, as_json, from_json, named_for
@@ -45,7 +43,7 @@ from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
-from kvad.train.pairs import PairPaths
+from kvad.train.refusals import check_machine, check_out, check_run, holds_run, nothing_left
 from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.saver import Moment, Saver
 from kvad.train.schedules import paced_by
@@ -59,11 +57,7 @@ __all__ = [
     "RUN_FILE",
     "Clock",
     "check_differences",
-    "check_machine",
-    "check_out",
     "eventful",
-    "holds_run",
-    "nothing_left",
     "open_again",
     "progress",
     "resume",
@@ -74,7 +68,6 @@ __all__ = [
 
 METRICS = "metrics.jsonl"
 RUN_FILE = "run.toml"
-TEXTS = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a corpus would take for text
 Clock = Callable[[], float]
 
 
@@ -192,6 +185,7 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
     path = locate(out)
     if not (path / TRAINING).is_dir():
         raise CheckpointError(f"{path} holds a model but no training state", "only a run of kvad train can go on")
+    check_run(out)
     state = read_json(path / TRAINING / "state.json")
     try:
         return RunConfig.from_dict(state["run"]), from_json(state["corpus"])
@@ -335,16 +329,6 @@ def check_differences(stored: dict[str, Any], wanted: dict[str, Any]) -> None:
         raise ConfigError(f"cannot resume with another configuration: {'; '.join(found)}", "start a new run for that")
 
 
-def holds_run(out: Path, overwrite: bool) -> bool:
-    """Whether a folder holds a run already.  UsageError where it may not give way."""
-    earlier = steps_of(out)
-    if earlier and not overwrite:
-        raise UsageError(
-            f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
-        )
-    return bool(earlier)
-
-
 def open_again(
     material: Material, out: Path, tokenizer: Tokenizer, state: Training, tell: Callable[[str], None]
 ) -> None:
@@ -371,37 +355,6 @@ def progress(config: RunConfig, corpus: Any, material: Material, state: State) -
     }
 
 
-def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
-    """A folder, or none yet, that no corpus of folders would read as text in a later run."""
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise UsageError(f"{there} is a file, and a run needs a folder", "choose another folder for --out")
-    if suffixes and not set(suffixes) & set(TEXTS):
-        return
-    for folder in () if isinstance(corpus, PairPaths) else corpus:
-        if not folder.is_dir() or not out.resolve().is_relative_to(folder.resolve()):
-            continue
-        inside = out.resolve().relative_to(folder.resolve())
-        if not any(part.startswith(".") for part in inside.parts):  # a corpus leaves hidden folders out
-            raise UsageError(
-                f"{out} lies inside the corpus {folder}: a later run would read this one's files as text",
-                "choose another --out, or say which files are text with --suffix",
-            )
-
-
-@contextmanager
-def nothing_left(out: Path) -> Iterator[None]:
-    """If the block fails, the folders that it made on the way to ``out`` go again, as far as they are empty."""
-    missing = [path for path in (out, *out.parents) if not path.exists()]
-    try:
-        yield
-    except BaseException:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
-        raise
-
-
 def _check_memory(config: RunConfig, model: ModelConfig, available: int | None, start: Start | None) -> None:
     device, precision = config.train.device, config.train.precision
     with torch.device("meta"):
@@ -417,16 +370,6 @@ def _check_memory(config: RunConfig, model: ModelConfig, available: int | None, 
 def eventful(out: Path, train: TrainConfig) -> list[Callback]:
     """What writes TensorBoard's files, where they are asked for."""
     return [Events(out, train.log_every)] if train.tensorboard else []
-
-
-def check_machine(train: TrainConfig) -> None:
-    """ConfigError for a device that cannot be used, ModuleNotFoundError for an extra that is not installed."""
-    device = train.device
-    require_events(train)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"train.device: {device!r} cannot be used: {str(error).splitlines()[0]}") from error
 
 
 def teller(callbacks: Sequence[Callback]) -> Callable[[str], None]:

@@ -238,7 +238,8 @@ class Material:
         found = sorted({text for number in numbers for text in texts_of(self.data, number)})
         if not found:
             return ""
-        noun = "pair" if self.pairs else "text" if isinstance(self._alone, ExampleCorpus) else "document"
+        noun = "pair" if self.pairs else "document"
+        noun = self._alone.noun if isinstance(self._alone, (ExampleCorpus, Prepared)) else noun
         names = [str(text + 1) for text in found]
         (texts,) = self._all if len(self._all) == 1 else (None,)
         corpus = texts.documents if isinstance(texts, FramedCorpus) else texts

@@ -28,13 +28,13 @@ from kvad.train.data import TrainingData
 from kvad.train.distil import Distillation
 from kvad.train.gauge import Gauge, gemm_peak
 from kvad.train.initial import initialise
-from kvad.train.job import check_machine
 from kvad.train.masking import MaskedData
 from kvad.train.material import Material, Named, named_for
 from kvad.train.memory import training_bytes, training_parts
 from kvad.train.objective import Autocast, Objective, resolve_precision
 from kvad.train.objectives import fitting, make_objective
 from kvad.train.optim import Optimization
+from kvad.train.refusals import check_machine
 from kvad.train.rows import Batch
 from kvad.train.spans import SpanData
 from kvad.train.speed import prepare, refuse

@@ -55,8 +55,8 @@ class Prepared:
         except (KeyError, TypeError) as error:
             raise DataError(f"{wrong}: its manifest is damaged ({error})", "prepare it again") from None
         self.tokenizer: Tokenizer = load_tokenizer(folder / TOKENIZER)
-        self.check(self.tokenizer, f"{folder / TOKENIZER} is")
         self.store = TokenStore(folder, self.manifest)
+        self.check(self.tokenizer, f"{folder / TOKENIZER} is")
 
     @property
     def kind(self) -> str:
@@ -110,9 +110,10 @@ class Prepared:
         if tokenizer.fingerprint() != self.manifest["tokenizer"]:
             raise DataError(f"{named} not the tokenizer that made the tokens of {self.folder}", "prepare it again")
         if self.manifest["largest"] >= tokenizer.vocab_size:
+            place = self.store.place_beyond(tokenizer.vocab_size)
             raise DataError(
                 f"{self.folder} holds token id {self.manifest['largest']:,}, beyond the vocabulary of "
-                f"{tokenizer.vocab_size:,}",
+                f"{tokenizer.vocab_size:,}{f': the first is {place}' if place else ''}",
                 "prepare it again",
             )
 

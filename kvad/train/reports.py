@@ -127,7 +127,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``reason``: the run is done, or Ctrl-C ended it early; either way ``checkpoint`` holds its last step."""
+    """``reason``: the run is done, or Ctrl-C ended it early; either way ``checkpoint`` holds its last step.
+
+    ``best``: the lowest validation loss, found at ``best_step``.
+    """
 
     reason: Literal["done", "interrupted"]
     step: int
@@ -137,6 +140,7 @@ class Outcome:
     tokens: int
     elapsed: float
     checkpoint: Path
+    best_step: int | None = None
 
 
 class Callback:

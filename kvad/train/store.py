@@ -116,6 +116,18 @@ class TokenStore:
     def num_documents(self) -> int:
         return len(self.offsets) - 1
 
+    def place_beyond(self, vocab: int) -> str:
+        """Where the first token id beyond a vocabulary stands; "" where none does.  Reads all tokens."""
+        for number, shard in enumerate(self._shards):
+            for low in range(0, len(shard), SHARD_TOKENS >> 4):
+                found = np.flatnonzero(shard[low : low + (SHARD_TOKENS >> 4)] >= vocab)
+                if len(found):
+                    at = int(self._starts[number]) + low + int(found[0])
+                    document = int(np.searchsorted(self.offsets, at, side="right")) - 1
+                    inside = at - int(self.offsets[document]) + 1
+                    return f"token {inside:,} of text {document + 1:,}"
+        return ""
+
     def column(self, name: str, at: Ints) -> Ints:
         """What the column ``name`` says of the tokens at stream positions ``at``, any shape."""
         return self._columns.take(name, at)

@@ -20,7 +20,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from kvad.errors import NumericalError
+from kvad.errors import DataError, NumericalError
+from kvad.ops.heap import kept
 from kvad.train.config import TrainConfig
 from kvad.train.data import Batch, TrainingData
 from kvad.train.divergence import Trend
@@ -88,7 +89,7 @@ class Trainer:
         """Train to the end, or to the end of the step in which SIGINT or SIGTERM comes; then save."""
         began = self.clock() - self.state.elapsed
         self._tell("on_start", self._start_report())
-        with _stop_signals() as stop:
+        with _stop_signals() as stop, kept():
             try:
                 checkpoint = self._run(stop, began)
             finally:
@@ -128,7 +129,7 @@ class Trainer:
         """One optimizer step: (learning rate, gradient norm before clipping, targets)."""
         state = self.state
         random = RandomState(self.config.device)
-        batches = self.data.micro_batches(state.step)
+        batches = self._batches()
         total = sum(len(batch.targets) for batch in batches)
         self.flops = 0 if self.gauge is None else self.gauge.count(batches)
         self.model.train()
@@ -146,6 +147,17 @@ class Trainer:
         self.optimization.step(norm)
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
+
+    def _batches(self) -> list[Batch]:
+        """Of the next step.  DataError names step and texts."""
+        try:
+            return self.data.micro_batches(self.state.step)
+        except DataError as error:
+            rows = self.config.batch * self.config.accumulate
+            numbers = range(self.state.step * rows, (self.state.step + 1) * rows)
+            whence = "" if self.whence is None else self.whence(numbers)
+            where = f"step {self.state.step + 1}{f', of {whence}' if whence else ''}"
+            raise DataError(f"{where}: {error.message}", error.hint) from error
 
     def _watch(self, lr: float, norm: float) -> None:
         """Warn of a run that diverges."""
@@ -249,7 +261,7 @@ class Trainer:
     def _outcome(self, checkpoint: Path) -> Outcome:
         s = self.state
         reason: Literal["done", "interrupted"] = "done" if self._is_over() else "interrupted"
-        return Outcome(reason, s.step, s.loss, s.val_loss, s.best, s.tokens, s.elapsed, checkpoint)
+        return Outcome(reason, s.step, s.loss, s.val_loss, s.best, s.tokens, s.elapsed, checkpoint, s.best_step)
 
 
 @contextmanager

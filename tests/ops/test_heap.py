@@ -1,12 +1,13 @@
 """What the allocator keeps is given back, where it can be asked."""
 
 import ctypes
+import resource
 import sys
 
 import pytest
 
 from kvad.ops import heap
-from kvad.ops.heap import give_back
+from kvad.ops.heap import give_back, kept
 
 
 def fragmented():
@@ -30,3 +31,27 @@ def test_kept_memory_is_returned_when_it_is_worth_it():
 def test_without_glibc_nothing_is_done(monkeypatch):
     monkeypatch.setattr(heap, "_libc", lambda: None)
     assert give_back(0) is False
+
+
+def new_pages():
+    """How many pages the system had to make while a block of 64 MiB was taken, filled and freed."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    ctypes.memset(ctypes.create_string_buffer(64 << 20), 1, 64 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or heap._libc() is None, reason="asks glibc")
+def test_memory_that_is_taken_again_and_again_is_not_made_anew():
+    new_pages()
+    assert new_pages() > 1000
+    with kept():
+        new_pages()
+        assert new_pages() < 100
+        assert heap._libc().mallinfo2().fordblks > 60 << 20
+    assert heap._libc().mallinfo2().fordblks < 60 << 20 and new_pages() > 1000
+
+
+def test_without_glibc_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(heap, "_libc", lambda: None)
+    with kept():
+        pass

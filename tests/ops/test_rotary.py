@@ -132,3 +132,20 @@ def test_few_tokens_are_turned_by_the_same_sums(few: int, dtype: torch.dtype, mo
     angle = POSITIONS.double()[:, None, None] * freq
     expected = rotate(x, (angle.cos() * 1.5).to(dtype), (angle.sin() * 1.5).to(dtype), False)
     assert torch.equal(Angles(POSITIONS).rotate(x, Rotary(freq, False, 1.5)), expected)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("turned", [8, 6])
+def test_the_gradient_is_autograd_s_to_the_bit(turned, interleaved):
+    """More tokens than FEW; 6 of 8 dimensions turned, and all."""
+    positions = torch.arange(50)
+    rotary = Rotary(torch.rand(turned // 2), interleaved, 1.3)
+    angles = Angles(positions)
+    x, wanted = torch.randn(50, 3, 8, requires_grad=True), torch.randn(50, 3, 8)
+    out = angles.rotate(x, rotary)
+    cos = ((positions[:, None] * rotary.inv_freq).cos() * rotary.factor)[:, None]
+    sin = ((positions[:, None] * rotary.inv_freq).sin() * rotary.factor)[:, None]
+    plain = rotate(x, cos, sin, interleaved)
+    assert torch.equal(out, plain) and type(out.grad_fn).__name__ == "_TurnedBackward"
+    of_out, of_plain = (torch.autograd.grad((y * wanted).sum(), x)[0] for y in (out, plain))
+    assert torch.equal(of_out, of_plain)

@@ -16,6 +16,7 @@ from kvad.train.material import Material, named_for
 from kvad.train.objective import Autocast
 from kvad.train.objectives import TOPOLOGY, fitting, headed, make_objective
 from kvad.train.pairs import PairPaths
+from kvad.train.plan import plan
 from kvad.train.presets import PRESETS
 from models import build
 
@@ -100,6 +101,19 @@ def test_every_split_of_a_step_gives_one_gradient(kind, options, files, tmp_path
     assert summed == pytest.approx(whole[0], rel=1e-12)
     assert (got - whole[1]).abs().max() <= 1e-12 * whole[1].abs().max()
     assert len(set(sizes)) > 1 or kind in ("next-token", "masked"), "ragged, or the test says little"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_can_be_planned(kind, files):
+    config = configured(kind)
+    found = plan(config, [files / kind], None, lambda text: None)
+    assert (found.objective, found.kind, found.steps) == (kind, TOPOLOGY[kind], 10) and found.fits is None
+    assert found.step_flops > 0 and found.trial.rows == 4 and found.trial.utilisation > 0
+    if kind in ("next-token", "masked", "spans"):  # epochs are of what is read, not of what is asked
+        assert found.epochs * found.train_tokens >= found.steps * 4 * 48
+    else:
+        assert found.epochs * found.train_tokens == pytest.approx(found.steps * found.tokens_per_step)
+    assert found.seconds > found.evaluating > 0 and found.memory["activations"] > 0
 
 
 def changed(step, row, document, vocab):

@@ -109,6 +109,26 @@ def test_of_a_stream_tokens_and_epochs_are_unknown(corpus, run_config):
     assert "unknown" in page(found)[2] and "epochs unknown" in page(found)[4]
 
 
+def test_prepared_data_mixtures_and_pairs_can_be_planned(corpus, tmp_path, run_config):
+    assert kvad("data", "prepare", corpus, "--out", tmp_path / "prepared", "--tokenizer", "byte")[0] == 0
+    prepared, texts = planned(run_config(), [tmp_path / "prepared"]), planned(run_config(), [corpus])
+    assert (prepared.train_tokens, prepared.epochs) == (texts.train_tokens, texts.epochs)
+    sources = [{"paths": [str(tmp_path / "prepared")], "weight": 3}, {"paths": [str(corpus)]}]
+    mixed = planned(run_config(data={"sources": sources}, tokenizer={}), [])
+    assert abs(mixed.train_tokens - 2 * texts.train_tokens) < 200 and mixed.tokens_per_step == texts.tokens_per_step
+
+
+def test_a_compressor_s_training_is_planned_as_far_as_it_can_be(corpus, tmp_path, run_config):
+    train(run_config(steps=1), [corpus], tmp_path / "base")
+    wanted = {"model": str(tmp_path / "base"), "ratio": 2, "recent": 8, "every": 4}
+    content = {**run_config(steps=3).to_dict(), "model": {}, "tokenizer": {}, "compress": wanted}
+    found = planned(RunConfig.from_dict({**content, "objective": {"kind": "compress"}}), [corpus])
+    assert found.memory is None and found.step_flops is None and found.trial.rows == 4 and found.seconds > 0
+    assert 0 < found.trained < found.parameters and found.checkpoint == 12 * found.trained
+    said = page(found)
+    assert "not planned" in said[1] and "FLOPs not counted" in said[3] and "micro-batch of the first step" in said[5]
+
+
 def test_adapters_are_planned_as_what_is_trained(corpus, tmp_path, run_config):
     train(run_config(steps=1), [corpus], tmp_path / "base")
     content = run_config(steps=2).to_dict()

@@ -4,13 +4,20 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
+from kvad.flops import training_pass
+from kvad.step import Lane, Step
 from kvad.train.board import Board, progress_on
+from kvad.train.gauge import Gauge
 from kvad.train.job import train
 from kvad.train.metrics import MetricsFile, Speed, read_metrics
+from kvad.train.presets import PRESETS
 from kvad.train.progress import PlainProgress, clock
 from kvad.train.reports import EvalReport, StartReport, StepReport
+from kvad.train.rows import Batch
+from train.conftest import Listener
 
 START = StartReport(0, 2000, None, 804_224, 10, 10, 768, "fp32", "cpu", 2, "2.13")
 
@@ -70,6 +77,30 @@ def test_a_terminal_gets_a_bar_that_is_put_away(corpus, tmp_path, run_config):
     progress.close()
     assert "tokens/s" in out.getvalue() and str(outcome.checkpoint.name) in out.getvalue().replace("\n", "")
     assert out.getvalue().rstrip().endswith("\x1b[0m") or "\x1b[?25h" in out.getvalue()  # the cursor is back
+
+
+def test_being_gauged_changes_no_bit(corpus, tmp_path, run_config, listener):
+    config = run_config(steps=3)
+    train(config, [corpus], tmp_path / "gauged", callbacks=[listener], gauged=True)
+    plain = Listener()
+    train(config, [corpus], tmp_path / "plain", callbacks=[plain])
+    assert [step.loss for step in listener.steps] == [step.loss for step in plain.steps]
+    assert all(step.mfu > 0 for step in listener.steps) and all(step.mfu is None for step in plain.steps)
+    assert all(0 < step.memory <= step.memory_peak for step in plain.steps)
+    lines = read_metrics(tmp_path / "gauged" / "metrics.jsonl")
+    assert lines[0]["gemm_flops"] > 1e8 and lines[1]["mfu"] == listener.steps[0].mfu and lines[1]["grad_norm"] > 0
+
+
+def test_utilisation_is_flops_over_seconds_over_the_peak():
+    speed, gauge = Speed(), Gauge(PRESETS["tiny"](256, 32), peak=1e12)
+    tokens = torch.zeros(4 * 32, dtype=torch.int64)
+    batch = Batch(Step(tokens, tokens, (Lane(4, 32, 32),), tokens), tokens)
+    count = gauge.count([batch, batch])
+    assert count == 2 * training_pass(gauge.model, 4, 32, 128)
+    assert Gauge(gauge.model, 1e12, frozen=True).count([batch, batch]) < count
+    for _ in range(3):
+        speed.add(256, 2.0, count)
+    assert speed.flops_per_second == pytest.approx(count / 2)
 
 
 def test_metrics_drop_what_will_be_done_again(tmp_path):

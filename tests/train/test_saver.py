@@ -15,7 +15,7 @@ from kvad import LLM
 from kvad.checkpoint.folder import locate, steps_of
 from kvad.checkpoint.native import load
 from kvad.checkpoint.opened import Training, read_training
-from kvad.errors import MemoryPlanError, NumericalError, SaveError
+from kvad.errors import CheckpointError, MemoryPlanError, NumericalError, SaveError
 from kvad.train.job import resume, train
 from kvad.train.objective import Measured, NextToken
 from kvad.train.optim import Optimization
@@ -307,3 +307,12 @@ def test_the_best_of_adapters(corpus, tmp_path, run_config, judged):
     assert found.path.name == "step-00000004" and open_checkpoint(tmp_path / "run").path.name == "step-00000006"
     state = json.loads((found.path / "training" / "state.json").read_text())
     assert state["progress"]["best_step"] == 4
+
+
+def test_a_checkpoint_is_no_run_to_go_on_with(corpus, tmp_path, run_config, judged):
+    judged(3.0, 2.0, 2.5)
+    train(run_config(steps=3, eval_every=1), [corpus], tmp_path / "run")
+    for name in ("best", "checkpoints/step-00000003"):
+        with pytest.raises(CheckpointError, match="is a checkpoint, not a run") as caught:
+            resume(tmp_path / "run" / name)
+        assert caught.value.hint.endswith(f"--resume --out {tmp_path / 'run'}")

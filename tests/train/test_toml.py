@@ -39,7 +39,7 @@ CONFIGS = [
     {
         "model": {
             "preset": "tiny",
-            "set": {"decoder.kinds.L.mixer.position": None, "embed.position": {"kind": "learned"}},
+            "set": {"decoder.kinds.L.mixer.position": None, "embed.position": {"kind": "learned", "size": 256}},
         }
     },
     {"model": {"init": "somewhere"}, "lora": {"rank": 4, "targets": ["q", "v"]}},
