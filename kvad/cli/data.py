@@ -15,6 +15,7 @@ from kvad.cli.common import console, emit_json, json_option, number_in
 from kvad.errors import DataError, UsageError, counted
 
 if TYPE_CHECKING:
+    from kvad.checkpoint.opened import Opened
     from kvad.model.transformer import Transformer
     from kvad.text.tokenizer import Tokenizer
     from kvad.train.check import Report
@@ -96,6 +97,7 @@ def prepare(
     from kvad.train.material import Material
     from kvad.train.prepared import check_free
     from kvad.train.prepared import prepare as write
+    from kvad.train.start import start_of
 
     check_free(out, overwrite)
 
@@ -107,11 +109,13 @@ def prepare(
     config = _fitted(config, named)
     if share is not None and config.objective.kind not in EXAMPLES:
         raise UsageError("--validation: what share of texts and pairs is held out is each run's own", "leave it out")
-    material = Material(config, named, lambda text: click.echo(text, err=True))
+    start = start_of(config)  # its tokens, its frames and its chat template are the texts'
+    opened = None if start is None else start.opened
+    material = Material(config, named, lambda text: click.echo(text, err=True), start=opened)
     corpus = material.only()
     began, meter = time.monotonic(), _Meter()
     with meter:
-        made = material.make_tokenizer()
+        made = material.make_tokenizer() if start is None else start.tokenizer
         manifest = write(
             config, corpus, made, out, overwrite=overwrite, progress=meter, tell=lambda t: click.echo(t, err=True)
         )
@@ -156,9 +160,11 @@ def check(
     """
     import torch
 
+    from kvad.checkpoint.open import open_checkpoint
     from kvad.train.check import LOOK, check_data
     from kvad.train.material import Material, named_for
     from kvad.train.objectives import fitting
+    from kvad.train.start import start_of
 
     torch.manual_seed(0)
     config, named = _run(run, _named(texts, pairs))
@@ -172,9 +178,22 @@ def check(
         config = dataclasses.replace(config, train=looked)
     name = model or (str(run) if run.is_dir() else None)
     named = named_for(config.objective.kind, named)
-    material = Material(config, named, lambda text: click.echo(text, err=True))
+    start = start_of(config) if name is None else None
+    weights = None if name is None else open_checkpoint(name)
+    began = weights if start is None else start.opened  # of a run with model.init, what its texts are framed for
+    material = Material(
+        config,
+        named,
+        lambda text: click.echo(text, err=True),
+        start=None if config.init is None else began,
+        template=None if weights is None else weights.words,
+    )
     damaged = material.damaged()
-    tokenizer, checked = _model(name, config, None if name is not None else material)
+    if start is not None:
+        start = start.answering(config.objective.kind, material.labels)
+        tokenizer, checked = start.tokenizer, start.model()
+    else:
+        tokenizer, checked = _fresh(config, material) if weights is None else _stored(weights)
     with tempfile.TemporaryDirectory() as folder:
         material.open(Path(folder) / "data", tokenizer)
         report = check_data(checked.to(torch.float64), material.data, tokenizer, rows)
@@ -330,21 +349,23 @@ def _run(run: Path, named: Named) -> tuple[RunConfig, Named]:
     return config, named
 
 
-def _model(name: str | None, config: RunConfig, material: Material | None) -> tuple[Tokenizer, Transformer]:
-    """Weights with their tokenizer, or a fresh model for the tokenizer and the labels of ``material``."""
-    from kvad.checkpoint.open import open_checkpoint
+def _stored(opened: Opened) -> tuple[Tokenizer, Transformer]:
+    """The weights of a checkpoint, with their tokenizer."""
     from kvad.errors import CheckpointError
+    from kvad.model.transformer import Transformer
+
+    if opened.tokenizer is None:
+        raise CheckpointError(f"{opened.path} came without a tokenizer", "put its tokenizer.json beside it")
+    model = Transformer(opened.config)
+    model.load_state_dict(dict(opened.weights()))
+    return opened.tokenizer, model
+
+
+def _fresh(config: RunConfig, material: Material) -> tuple[Tokenizer, Transformer]:
+    """A model that begins, for the tokenizer and the labels of ``material``."""
     from kvad.model.transformer import Transformer
     from kvad.train.initial import initialise
 
-    if name is not None:
-        opened = open_checkpoint(name)
-        if opened.tokenizer is None:
-            raise CheckpointError(f"{name} came without a tokenizer", "put its tokenizer.json beside it")
-        model = Transformer(opened.config)
-        model.load_state_dict(dict(opened.weights()))
-        return opened.tokenizer, model
-    assert material is not None, "where no weights are named"
     tokenizer = material.make_tokenizer()
     model = Transformer(material.shaped(config.resolve(tokenizer.vocab_size)))
     if model.config.kind != "decoder":

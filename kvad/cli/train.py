@@ -141,8 +141,9 @@ def train(
 
     A run file (TOML) may stand before the corpus.  Every file is a document.  An encoder-decoder (--preset
     transformer-tiny) learns from pairs instead: CORPUS are TSV files of `SOURCE<tab>TARGET` lines, or --pairs names two
-    parallel files.  Ctrl-C saves and says how to go on; so does SIGTERM.  The run's folder holds its checkpoints,
-    metrics.jsonl, and its curves as PNG and SVG (where matplotlib is installed).
+    parallel files.  --objective says what else may be learned; CORPUS may be a folder of kvad data prepare, too.
+    Ctrl-C saves and says how to go on; so does SIGTERM.  The run's folder holds its checkpoints, metrics.jsonl, and its
+    curves as PNG and SVG (where matplotlib is installed).
 
     \b
     kvad train book.txt --out runs/book --tokenizer char --preset tiny --steps 2000
@@ -152,6 +153,8 @@ def train(
     kvad train runs/mine.toml corpus/ --out runs/mine --set optim.lr=3e-4 --set decoder.layers=4
     kvad train pairs.tsv --preset transformer-base --vocab-size 37000 --out runs/translate
     kvad train --pairs train.de train.en --validation-pairs val.de val.en --preset transformer-tiny --out runs/de-en
+    kvad train train.tsv --validation dev.tsv --objective tag --preset encoder-tiny --out runs/tags
+    kvad train talks.jsonl --objective chat --init runs/mine --out runs/chat
     kvad train --resume --out runs/mine
     kvad train more/ --init runs/mine --lr 1e-4 --out runs/tuned
     kvad train more/ --init ./SmolLM2-135M --lora 8 --set lora.targets=all --out runs/adapter

@@ -32,7 +32,7 @@ from kvad.checkpoint.theirs import Layout, choose_layout
 from kvad.config import Classes, ModelConfig, meaning
 from kvad.errors import CheckpointError, ConfigError, MemoryPlanError
 from kvad.model.transformer import Transformer
-from kvad.text.tokenizer import Tokenizer, load_tokenizer
+from kvad.text.tokenizer import Tokenizer
 from kvad.train.config import RunConfig, TrainConfig, differences
 from kvad.train.events import Events
 from kvad.train.gauge import Gauge, gemm_peak
@@ -48,7 +48,7 @@ from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.saver import Moment, Saver
 from kvad.train.schedules import paced_by
 from kvad.train.speed import prepare
-from kvad.train.start import Adapters, Start, Whole, absolute, restored, start_again, start_of, whole_as
+from kvad.train.start import Adapters, Start, Whole, absolute, restored, start_again, start_of, tokenizer_at, whole_as
 from kvad.train.toml import run_file
 from kvad.train.trainer import State, Trainer
 
@@ -315,7 +315,7 @@ def _check_same(stored: RunConfig, wanted: RunConfig, checkpoint: Opened, tokeni
     there["model"] = {} if same else checkpoint.config.to_dict()
     here["model"] = {} if same else model.to_dict()
     if wanted.tokenizer.path is not None:
-        given = load_tokenizer(Path(wanted.tokenizer.path))
+        given = tokenizer_at(wanted.tokenizer.path)
         if given.fingerprint() != tokenizer.fingerprint():
             raise ConfigError(f"cannot resume: {wanted.tokenizer.path} is not the tokenizer of this run")
         there["tokenizer"] = here["tokenizer"]

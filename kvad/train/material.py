@@ -16,7 +16,7 @@ from kvad.config import ModelConfig
 from kvad.errors import ConfigError, DataError, UsageError, counted
 from kvad.model.transformer import Transformer
 from kvad.text.chat import ChatTemplate
-from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from kvad.text.tokenizer import Tokenizer, train_tokenizer
 from kvad.train.chats import ChatCorpus
 from kvad.train.config import RunConfig
 from kvad.train.corpus import Corpus, open_corpus
@@ -26,13 +26,13 @@ from kvad.train.feeds import FramedCorpus, feed, generation_for, open_examples, 
 from kvad.train.objectives import EXAMPLES as OF_EXAMPLES
 from kvad.train.objectives import fitting, headed
 from kvad.train.pair_data import PairData
-from kvad.train.pairs import PairCorpus, PairPaths, generation_of, open_pairs
+from kvad.train.pairs import PairCorpus, PairPaths, framed_by, generation_of, open_pairs
 from kvad.train.prepared import Prepared, asked_for, is_prepared
 from kvad.train.reports import Sample
 from kvad.train.rows import texts_of
 from kvad.train.samples import greedy
 from kvad.train.sampling import SampledPairs
-from kvad.train.start import said_by
+from kvad.train.start import said_by, tokenizer_at
 from kvad.train.store import TokenStore, changed_sources, damaged_files, joined_key, open_store, store_key
 from kvad.train.stream import SequentialData, Units, units_of_store, units_of_texts
 
@@ -161,7 +161,7 @@ class Material:
         if self._prepared:
             return self._tokenizer_of(self._prepared)
         if wanted.path is not None:
-            return load_tokenizer(Path(wanted.path))
+            return tokenizer_at(wanted.path)
         self._tell(f"tokenizer: training {wanted.kind}")
         usual = roles_for(self._config.objective.kind)
         return train_tokenizer(
@@ -313,7 +313,7 @@ class Material:
         for folder in folders:
             prepared = Prepared(folder)
             prepared.check_kind(self._config.objective.kind)
-            if self.pairs and self._said is not None:
+            if self.pairs:
                 _check_framed(prepared, self._said)
             found.append(prepared)
         if isinstance(group, PairPaths):
@@ -357,7 +357,7 @@ class Material:
     def _tokenizer_of(self, prepared: Sequence[Prepared]) -> Tokenizer:
         first, wanted = prepared[0], self._config.tokenizer
         if wanted.path is not None:
-            first.check(load_tokenizer(Path(wanted.path)), f"{wanted.path} is")
+            first.check(tokenizer_at(wanted.path), f"{wanted.path} is")
         elif not asked_for(first, wanted):
             raise ConfigError(
                 f"[tokenizer]: the tokens of {first.folder} are made already, by {first.tokenizer.kind} with "
@@ -402,14 +402,14 @@ class Material:
         return SequentialData(sources, self._config, pad, pairs=self.pairs, what=what, vocab=self._vocab)
 
 
-def _check_framed(prepared: Prepared, said: Generation) -> None:
-    """DataError where a model that there is reads and writes pairs otherwise than one that begins: its targets open, or
-    a side ends, with other tokens."""
-    made = generation_of(prepared.tokenizer)
-    if (said.start, said.source_end, said.stops[:1]) != (made.start, made.source_end, made.stops[:1]):
+def _check_framed(prepared: Prepared, said: Generation | None) -> None:
+    """DataError where targets open, or a side ends, with other tokens than those of the model that goes on (``said``),
+    or of one that begins."""
+    usual = framed_by(generation_of(prepared.tokenizer))
+    if prepared.manifest.get("framed", usual) != (usual if said is None else framed_by(said)):
         raise DataError(
-            f"{prepared.folder} frames its pairs for a model that begins, and this one has its own tokens around them",
-            "name the files of pairs themselves",
+            f"{prepared.folder} frames its pairs for another model: other tokens open and end them",
+            "prepare them with this run file",
         )
 
 

@@ -26,7 +26,7 @@ from kvad.text.base import Tokenizer
 from kvad.train.corpus import PROBE_BYTES, Framer, Source
 from kvad.train.readers import Piece, format_of, lines_of, objects_of, opened
 
-__all__ = ["ROLES", "PairCorpus", "PairPaths", "generation_of", "lines_of", "look", "open_pairs"]
+__all__ = ["ROLES", "PairCorpus", "PairPaths", "framed_by", "generation_of", "lines_of", "look", "open_pairs"]
 
 ROLES = ("bos", "eos", "pad", "unk")  # special tokens of a tokenizer that is trained on pairs
 
@@ -90,7 +90,7 @@ class PairCorpus:
         pairs: dict[str, Any] = {"files": [len(item) for item in self.files], "held": self.num_held}
         if any(len(item) == 1 and format_of(item[0].path, "auto") == "jsonl" for item in self.files):
             pairs["fields"] = list(self.fields)
-        framed = {} if self.said is None else {"framed": [self.said.start, self.said.source_end, *self.said.stops]}
+        framed = {} if self.said is None else {"framed": framed_by(self.said)}
         return {"errors": self.errors, "sources": [source.entry() for source in self.sources], "pairs": pairs, **framed}
 
     def framer(self, tokenizer: Tokenizer) -> Framer:
@@ -113,6 +113,11 @@ class PairCorpus:
         skipped = f"; {counted(self.skipped, 'pair')} with an empty side left out" if self.skipped else ""
         files = counted(len(self.sources), "file")
         return f"corpus: {counted(self.num_pairs, 'pair')} in {files}, {num_bytes / 1e6:,.1f} MB{held}{skipped}"
+
+
+def framed_by(said: Generation) -> list[int | None]:
+    """The tokens that stand around pairs: what opens a target, what ends a source, what ends a target."""
+    return [said.start, said.source_end, *said.stops]
 
 
 def _framer(tokenizer: Tokenizer, said: Generation) -> Framer:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from kvad.checkpoint.adapter import Adapted, AdapterForm, base_fingerprint, form_of, open_adapter, save_adapter_step
 from kvad.checkpoint.export import words_of
+from kvad.checkpoint.folder import is_run, locate
 from kvad.checkpoint.generation import GENERATION, Generation, generation_file
 from kvad.checkpoint.imported import Imported
 from kvad.checkpoint.linears import adaptable, targeted
@@ -42,7 +43,8 @@ from kvad.train.initial import initialise
 from kvad.train.objectives import headed
 from kvad.train.saver import Moment
 
-__all__ = ["Adapters", "Start", "Whole", "absolute", "restored", "said_by", "start_again", "start_of", "whole_as"]
+__all__ = ["Adapters", "Start", "Whole", "absolute", "restored", "said_by", "start_again", "start_of"]
+__all__ += ["tokenizer_at", "whole_as", "words_at"]
 
 
 def absolute(config: RunConfig) -> RunConfig:
@@ -285,6 +287,16 @@ def _ending(before: bytes | None, said: Generation) -> bytes:
     return json.dumps({**content, "eos_token_id": list(said.stops)}, indent=2).encode()
 
 
+def words_at(path: str | Path) -> Path:
+    """The folder or file of a tokenizer that is named; of a run, its newest checkpoint's."""
+    return locate(Path(path)) if is_run(Path(path)) else Path(path)
+
+
+def tokenizer_at(path: str | Path) -> Tokenizer:
+    """The tokenizer of a file, a folder or a run.  Raises TokenizerError."""
+    return load_tokenizer(words_at(path))
+
+
 def _whole_of(opened: Opened, config: ModelConfig) -> Whole:
     """With another head: in the layout of its own family, else of any other that can hold it, else kvad's own."""
     if isinstance(opened, Adapted):
@@ -352,5 +364,5 @@ def _check_words(wanted: TokenizerConfig, tokenizer: Tokenizer, name: str) -> No
     if wanted != TokenizerConfig(path=wanted.path):
         raise ConfigError(f"[tokenizer]: {name} has its own tokenizer", "leave the table out")
     assert wanted.path is not None
-    if load_tokenizer(Path(wanted.path)).fingerprint() != tokenizer.fingerprint():
+    if tokenizer_at(wanted.path).fingerprint() != tokenizer.fingerprint():
         raise ConfigError(f"tokenizer.path: {wanted.path} is not the tokenizer of {name}", "leave it out")

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from kvad.checkpoint.folder import entry_of
 from kvad.step import Reach
+from kvad.text.tokenizer import load_tokenizer
 from train.test_cli import kvad
 from train.test_every_objective import PRESET, SMALL, TOPOLOGY, files  # noqa: F401  (a fixture)
 from train.test_job import hashes
@@ -144,3 +146,60 @@ def test_hidden_tokens_that_may_be_seen_from_elsewhere_are_not_checked(files, tm
     run = run_file("masked", tmp_path, isolate=False)
     code, _, err = kvad("data", "check", run, files / "masked")
     assert code == 2 and "data.isolate is off" in err
+
+
+def test_a_run_file_that_goes_on_from_a_model_is_checked_with_it(files, tmp_path):  # noqa: F811
+    """A new head on a trained body; and the run's own folder."""
+    run = run_file("masked", tmp_path)
+    assert kvad("train", run, files / "masked", "--out", tmp_path / "base")[0] == 0
+    (tmp_path / "tags.toml").write_text(
+        f'[model]\ninit = "{tmp_path / "base"}"\n[data]\ncontext = 128\n[objective]\nkind = "tag"\n'
+        '[train]\nsteps = 1\nbatch = 2\nprecision = "fp32"\n'
+    )
+    code, out, err = kvad("data", "check", tmp_path / "tags.toml", files / "tag", "--json")
+    assert code == 0 and json.loads(out)["ok"] and json.loads(out)["perturbed"], err
+    code, _, err = kvad("data", "prepare", tmp_path / "tags.toml", files / "tag", "--out", tmp_path / "made")
+    assert code == 0 and "tokenizer: training" not in err, "the model's own"
+    assert kvad("train", tmp_path / "tags.toml", tmp_path / "made", "--out", tmp_path / "tags")[0] == 0
+    code, out, err = kvad("data", "check", tmp_path / "tags")
+    assert code == 0 and out.rstrip().endswith("ok"), err
+
+
+def test_pairs_are_prepared_for_the_model_that_reads_them(files, tmp_path):  # noqa: F811
+    """Framed as a model that there is was trained, and refused by one that begins; and the other way round."""
+    options = {"preset": "marian-tiny", "context": 64, "steps": 1, "batch": 2, "precision": "fp32"}
+    small = [part for name, value in options.items() for part in (f"--{name}", value)]
+    code, _, err = kvad("train", files / "seq2seq", *small, "--vocab-size", 300, "--out", tmp_path / "base")
+    assert code == 0, err
+    (step,) = (tmp_path / "base/checkpoints").iterdir()
+    said = json.loads((step / "generation_config.json").read_text())
+    said["decoder_start_token_id"] = said["pad_token_id"]  # as Marian's own models begin
+    (step / "generation_config.json").write_text(json.dumps(said))
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["files"]["generation_config.json"] = entry_of(step / "generation_config.json")
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    on = tmp_path / "on.toml"
+    on.write_text(
+        f'[model]\ninit = "{step}"\n[data]\ncontext = 64\n[train]\nsteps = 1\nbatch = 2\nprecision = "fp32"\n'
+    )
+    for name, first in (("own", [on]), ("new", ["--tokenizer", step, "--format", "pairs"])):
+        where = [*first[:1], files / "seq2seq", *first[1:]] if name == "own" else [files / "seq2seq", *first]
+        code, _, err = kvad("data", "prepare", *where, "--out", tmp_path / name)
+        assert code == 0, err
+    assert kvad("train", on, tmp_path / "own", "--out", tmp_path / "a")[0] == 0
+    assert kvad("train", tmp_path / "new", *small, "--out", tmp_path / "b")[0] == 0
+    code, _, err = kvad("train", on, tmp_path / "new", "--out", tmp_path / "c")
+    assert code == 2 and "frames its pairs for another model" in err
+    code, _, err = kvad("train", tmp_path / "own", *small, "--out", tmp_path / "c")
+    assert code == 2 and "frames its pairs for another model" in err
+
+
+def test_the_tokenizer_of_a_run_is_named_by_the_run(files, tmp_path):  # noqa: F811
+    run = run_file("masked", tmp_path)
+    assert kvad("train", run, files / "masked", "--out", tmp_path / "base")[0] == 0
+    other = ["--objective", "masked", "--tokenizer", tmp_path / "base", "--out", tmp_path / "data"]
+    code, _, err = kvad("data", "prepare", files / "masked", *other)
+    assert code == 0, err
+    made = json.loads((tmp_path / "data/manifest.json").read_text())["tokenizer"]
+    (step,) = (tmp_path / "base/checkpoints").iterdir()
+    assert load_tokenizer(step).fingerprint() == made
