@@ -2,6 +2,8 @@
 
     .NAME.PID.RANDOM.tmp    being written, or left behind by a process that died: never read
     .NAME.PID.RANDOM.old    replaced, until what replaces it is durable
+    .NAME.PID.RANDOM.gone   gives way to another name: whole as long as that is written, which is the .tmp of the same
+                            PID and RANDOM; without it, to be deleted
 
 Standard library only.
 """
@@ -14,18 +16,19 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Leftover", "aside", "leftover", "leftovers"]
+__all__ = ["Leftover", "aside", "giving_way", "leftover", "leftovers", "missing"]
 
 _STARTED_NS = time.time_ns()
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")
+_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d+)\.(?P<token>[0-9a-f]{8})\.(?P<kind>tmp|old|gone)")
 
 
 class Leftover(NamedTuple):
-    """``name``: what it had or was to have; ``kind``: "tmp" or "old"."""
+    """``name``: what it had or was to have; ``kind``: "tmp", "old" or "gone"."""
 
     path: Path
     name: str
     pid: int
+    token: str
     kind: str
 
     @property
@@ -33,7 +36,7 @@ class Leftover(NamedTuple):
         """Whether a living process is at work on it; one of our own id from before our time was another's
         (containers)."""
         if self.pid == os.getpid():
-            return self.path.stat().st_mtime_ns >= _STARTED_NS
+            return self.path.lstat().st_mtime_ns >= _STARTED_NS
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -47,9 +50,28 @@ def aside(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.{kind}")
 
 
+def giving_way(path: Path, temporary: Path) -> Path:
+    """The name of what gives way to what is written as ``temporary``."""
+    writing = leftover(temporary)
+    assert writing is not None and writing.kind == "tmp", temporary
+    return path.with_name(f".{path.name}.{writing.pid}.{writing.token}.gone")
+
+
+def missing(parent: Path) -> list[Leftover]:
+    """What a process has set aside and then died, so that it is still what its name says."""
+    left = leftovers(parent)
+    written = {(each.pid, each.token) for each in left if each.kind == "tmp"}
+    return [
+        each
+        for each in left
+        if (each.kind == "old" or (each.kind == "gone" and (each.pid, each.token) in written))
+        and not (parent / each.name).exists()
+    ]
+
+
 def leftover(path: Path) -> Leftover | None:
     match = _LEFTOVER.fullmatch(path.name)
-    return None if match is None else Leftover(path, match["name"], int(match["pid"]), match["kind"])
+    return None if match is None else Leftover(path, match["name"], int(match["pid"]), match["token"], match["kind"])
 
 
 def leftovers(parent: Path) -> list[Leftover]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ class Death:
         return operation
 
 
-def live(work: Callable[[Death], None], at: int) -> bool:
-    """Run ``work`` in a child that dies at operation ``at``; whether it came to its end."""
+def live(work: Callable[[Death], None], at: int, within: float | None = None) -> bool:
+    """Run ``work`` in a child that dies at operation ``at``, or ``within`` seconds; whether it came to its end."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -45,6 +46,9 @@ def live(work: Callable[[Death], None], at: int) -> bool:
             code = 0
         finally:
             os._exit(code)
+    if within is not None:
+        time.sleep(within)
+        os.kill(pid, signal.SIGKILL)  # if it has ended, it waits to be asked for, and nothing happens
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL, f"died of signal {os.WTERMSIG(status)}"

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvad.checkpoint.atomic import discard, new_folder, sweep
+from kvad.checkpoint.atomic import new_folder, sweep
 from kvad.checkpoint.export import BESIDE, words_of
 from kvad.checkpoint.families import find
-from kvad.checkpoint.folder import CONFIG, MANIFEST, TRAINING, check_file, entry_of, read_json, read_manifest, steps_of
-from kvad.checkpoint.generation import GENERATION, Generation, write_pooling
+from kvad.checkpoint.folder import (
+    CONFIG,
+    MANIFEST,
+    TRAINING,
+    check_file,
+    entry_of,
+    pointed,
+    read_json,
+    read_manifest,
+    step_folder,
+    steps_of,
+)
+from kvad.checkpoint.generation import GENERATION, Generation, read_generation, write_pooling
 from kvad.checkpoint.hf import write_tensors
 from kvad.checkpoint.hub import resolve
 from kvad.checkpoint.imported import Imported
+from kvad.checkpoint.kept import settle
 from kvad.checkpoint.linears import mergeable
 from kvad.checkpoint.native import load, save, save_tensors, write_json
 from kvad.checkpoint.opened import TOKENIZERS, Opened, Tensors, Training
@@ -152,17 +164,21 @@ def save_adapter(
 
 
 def save_adapter_step(
-    run: Path, step: int, form: AdapterForm, factors: Mapping[str, Factors], *, keep: int, fresh: bool, **how: Any
+    run: Path,
+    step: int,
+    form: AdapterForm,
+    factors: Mapping[str, Factors],
+    *,
+    keep: int,
+    best: int | None = None,
+    fresh: bool,
+    **how: Any,
 ) -> Path:
-    """Write ``run/checkpoints/step-N`` and then delete all but the newest ``keep``; ``how``: as :func:`save_adapter`.
-
-    ``fresh``: as ``native.save_step``.
-    """
-    folder = run / "checkpoints" / f"step-{step:08d}"
+    """Write ``run/checkpoints/step-N``; ``how``: as :func:`save_adapter`, the rest as ``native.save_step``."""
+    folder = step_folder(run, step)
     sweep(folder.parent)
     save_adapter(folder, form, factors, replaces=steps_of(run) if fresh else (), **how)
-    for old in steps_of(run)[:-keep]:
-        discard(old)
+    settle(run, keep, best)
     return folder
 
 
@@ -171,7 +187,7 @@ def save_adapter_step(
 
 def find_adapter(path: Path) -> Path | None:
     """The adapter's folder that ``path`` is, or whose run it is; None of a model's, or of none."""
-    path = Path(path)
+    path = pointed(Path(path))
     if (path / CONFIG).is_file():
         return None
     steps = [path] if (path / CONFIG_NAME).is_file() else steps_of(path)
@@ -274,7 +290,8 @@ class _Parts:
 
 @dataclass(frozen=True)
 class Adapted(Opened, _Parts):
-    """A base with an adapter merged in.  ``path`` is the adapter's; all but the weights is the base's."""
+    """A base with an adapter merged in.  ``path`` is the adapter's; all but the weights is the base's, and what kvad
+    wrote of a conversation beside an adapter that was trained on them: a chat template, and what ends a turn."""
 
     @property
     def config(self) -> ModelConfig:
@@ -282,7 +299,10 @@ class Adapted(Opened, _Parts):
 
     @property
     def generation(self) -> Generation:
-        return self.base.generation
+        there = self.path / GENERATION
+        if not there.is_file():
+            return self.base.generation
+        return replace(self.base.generation, stops=read_generation({}, read_json(there)).stops)
 
     @property
     def origin(self) -> str | None:
@@ -335,20 +355,26 @@ class Adapted(Opened, _Parts):
         return fingerprint(self.factors)
 
 
+def _beside(adapted: Adapted, name: str) -> Path:
+    """A file beside the merged weights: the base's, but for what a conversation is like."""
+    own = adapted.path / name
+    return own if name in (GENERATION, "chat_template.jinja") and own.is_file() else adapted.base.path / name
+
+
 def merge(adapted: Adapted, out: Path, dtype: torch.dtype | None = None) -> None:
     """Write the merged model in its base's layout: the base's own files beside merged weights, stored in ``dtype`` (the
     base's).  Raises CheckpointError, SaveError."""
     base = adapted.base
     tensors = dict(adapted.weights_as(dtype))
     if not isinstance(base, Imported):
-        beside = [base.path / name for name in BESIDE if (base.path / name).is_file()]
-        save(out, base.config, tensors, None, generation=base.generation, beside=beside, origin=base.origin)
+        beside = [path for name in BESIDE if (path := _beside(adapted, name)).is_file()]
+        save(out, base.config, tensors, None, generation=adapted.generation, beside=beside, origin=base.origin)
         return
     with new_folder(out) as new:
         name = str(dtype or base.stored).removeprefix("torch.")
         write_json(new / CONFIG, {**base.fields.content, "dtype": name, "torch_dtype": name})
         write_sharded(new, write_tensors(base.family, base.config, tensors))
         for each in (*BESIDE, GENERATION):
-            if (base.path / each).is_file():
-                shutil.copyfile(base.path / each, new / each)
+            if (path := _beside(adapted, each)).is_file():
+                shutil.copyfile(path, new / each)
         write_pooling(new, base.generation, base.config.width)

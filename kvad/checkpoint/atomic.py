@@ -6,6 +6,8 @@ Where a folder of that name exists, it is first renamed aside and is deleted onl
 
     .NAME.PID.RANDOM.tmp    being written, or left behind by a process that died: never read, swept by the next write
     .NAME.PID.RANDOM.old    replaced; while NAME is missing (killed between two renames) it is the whole one
+    .NAME.PID.RANDOM.gone   gives way to another name, that of the .tmp of the same PID and RANDOM; while there is one
+                            (killed before its rename) it is whole, and it is garbage afterwards
 
 Invariant: at every moment, ``survivor(NAME)`` or NAME is a whole folder, if ever one was written.  After a failed
 flush nothing is tried again as if it were clean: the temporary folder is dropped and SaveError is raised.
@@ -20,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvad.aside import aside, leftovers
+from kvad.aside import aside, giving_way, leftovers, missing
 from kvad.errors import SaveError
 
 __all__ = ["discard", "flush", "new_folder", "refused", "survivor", "sweep", "write_bytes"]
@@ -35,7 +37,7 @@ def new_folder(final: Path, *, replaces: Sequence[Path] = ()) -> Iterator[Path]:
     """
     parent, temporary = final.parent, aside(final, "tmp")
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        _make(parent)
         sweep(parent)
         temporary.mkdir()
         yield temporary
@@ -53,7 +55,7 @@ def _swap(temporary: Path, final: Path, replaces: Sequence[Path]) -> None:
     try:
         for old in replaces:
             if old.exists():  # final may be named twice
-                moved.append((aside(old, "old"), old))
+                moved.append((aside(old, "old") if old == final else giving_way(old, temporary), old))
                 old.rename(moved[-1][0])
         temporary.rename(final)
         flush(final.parent)
@@ -74,6 +76,7 @@ def discard(folder: Path) -> None:
     gone = aside(folder, "tmp")
     try:
         folder.rename(gone)
+        flush(folder.parent)  # else a power cut could bring the name back, and not all of its files
     except OSError as error:
         raise refused(folder, error) from error
     shutil.rmtree(gone, ignore_errors=True)
@@ -83,7 +86,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     """Replace one file: written beside, flushed, renamed.  Raises SaveError; the file is then whole, old or new."""
     temporary = aside(path, "tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        _make(path.parent)
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
@@ -99,9 +102,8 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def survivor(final: Path) -> Path | None:
     """The folder that was ``final`` until a process died between two renames; None where there is none."""
-    left = leftovers(final.parent)
-    found = [each.path for each in left if each.kind == "old" and each.name == final.name]
-    return max(found, key=lambda path: path.stat().st_mtime_ns) if found and not final.exists() else None
+    found = [each.path for each in missing(final.parent) if each.name == final.name]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def refused(path: Path, error: OSError) -> SaveError:
@@ -113,16 +115,25 @@ def refused(path: Path, error: OSError) -> SaveError:
 
 def sweep(parent: Path) -> None:
     """Bring back what was left between two renames, and delete what dead processes left behind."""
+    for left in missing(parent):  # all of them, before the .tmp that says so is deleted
+        if not left.in_use and not (parent / left.name).exists():
+            left.path.rename(parent / left.name)
     for left in leftovers(parent):
         path = left.path
         if left.in_use:
             continue
-        if left.kind == "old" and not (parent / left.name).exists():
-            path.rename(parent / left.name)
-        elif path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def _make(folder: Path) -> None:
+    """A folder and those above it, durably."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        flush(path.parent)
 
 
 def _flush_tree(folder: Path) -> None:

@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvad.checkpoint.atomic import discard, new_folder, sweep
+from torch import Tensor
+
+from kvad.checkpoint.atomic import new_folder, sweep
 from kvad.checkpoint.compressor_folder import FORMAT, NAME, TENSORS, read_compressor
-from kvad.checkpoint.folder import MANIFEST, TRAINING, entry_of, steps_of
+from kvad.checkpoint.folder import MANIFEST, TRAINING, entry_of, step_folder, steps_of
+from kvad.checkpoint.kept import settle
 from kvad.checkpoint.native import save_tensors, write_json
 from kvad.checkpoint.opened import Opened, Tensors, Training, read_training
 from kvad.config import meaning, mixers
@@ -47,34 +51,33 @@ def model_fingerprint(opened: Opened) -> str:
 def save_compressor(
     run: Path,
     step: int,
-    compressor: Compressor,
+    tensors: Mapping[str, Tensor],
     model: str,
     settings: dict[str, Any],
     training: Training,
     *,
     keep: int = 2,
+    best: int | None = None,
     fresh: bool = False,
 ) -> Path:
-    """Write ``run/checkpoints/step-N``, whole or not at all, and then delete all but the newest ``keep``.
+    """Write ``run/checkpoints/step-N``, whole or not at all; the rest as ``native.save_step``.
 
-    ``model``: its fingerprint; ``settings``: what else compressor.json says; ``fresh``: as ``native.save_step``.
-    Raises SaveError.
+    ``model``: the fingerprint of the one that it is for; ``settings``: what else compressor.json says, ratio and hidden
+    among it.  Raises SaveError.
     """
     from kvad import __version__
 
-    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder = step_folder(run, step)
     sweep(folder.parent)
     with new_folder(folder, replaces=steps_of(run) if fresh else ()) as new:
-        said = {"kvad": __version__, "format": FORMAT, "model": model}
-        write_json(new / NAME, {**said, "ratio": compressor.ratio, "hidden": compressor.hidden, **settings})
-        save_tensors(folder, new / TENSORS, compressor.state_dict())
+        write_json(new / NAME, {"kvad": __version__, "format": FORMAT, "model": model, **settings})
+        save_tensors(folder, new / TENSORS, tensors)
         (new / TRAINING).mkdir()
         write_json(new / TRAINING / "state.json", training.state)
         save_tensors(folder, new / TRAINING / "state.safetensors", training.tensors)
         files = {path.relative_to(new).as_posix(): entry_of(path) for path in sorted(new.rglob("*")) if path.is_file()}
         write_json(new / MANIFEST, {"kvad": __version__, "format": FORMAT, "files": files})
-    for old in steps_of(run)[:-keep]:
-        discard(old)
+    settle(run, keep, best)
     return folder
 
 

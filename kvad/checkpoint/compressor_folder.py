@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvad.cache.weights import Summaries
-from kvad.checkpoint.folder import check_file, read_json, read_manifest, steps_of
+from kvad.checkpoint.folder import check_file, pointed, read_json, read_manifest, steps_of
 from kvad.errors import CheckpointError
 
 __all__ = ["FORMAT", "NAME", "TENSORS", "read_compressor", "read_summaries"]
@@ -17,7 +17,7 @@ FORMAT = 1
 
 def read_compressor(path: Path) -> tuple[Path, dict[str, Any]]:
     """The folder (of a run its newest) and its compressor.json.  CheckpointError for what is no whole compressor."""
-    path = Path(path)
+    path = pointed(Path(path))
     steps = steps_of(path)
     folder = path if (path / NAME).is_file() or not steps else steps[-1]
     if not (folder / NAME).is_file():

@@ -1,23 +1,26 @@
 """Where a checkpoint is, its small files, and whether its files are those that were saved: what needs no torch.
 
 A *checkpoint* is a folder with a ``config.json``; a *run* is a folder with ``checkpoints/step-N/`` in it, and stands
-for its newest step.  ``locate`` takes either.  The manifest says of every file how long it is and its sha256.  Standard
-library only.
+for its newest step; ``best`` in it is a link to the one with the lowest validation loss (``kept.py``).  ``locate``
+takes any of these.  The manifest says of every file how long it is and its sha256.  Standard library only.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvad.aside import missing
 from kvad.checkpoint.atomic import survivor
 from kvad.errors import CheckpointError
 
 __all__ = [
+    "BEST",
     "CONFIG",
     "FORMAT",
     "MANIFEST",
@@ -30,16 +33,18 @@ __all__ = [
     "is_run",
     "listed",
     "locate",
+    "pointed",
     "read_json",
     "read_manifest",
+    "step_folder",
     "steps_of",
 ]
 
 CONFIG, MANIFEST, MODEL, TRAINING = "config.json", "manifest.json", "model.safetensors", "training"
+BEST = "best"
 FORMAT = 1  # of the manifest
 
 _STEP = re.compile(r"step-\d+")
-_REPLACED = re.compile(r"\.step-\d+\.\d+\.[0-9a-f]{8}\.old")
 
 
 def locate(path: Path) -> Path:
@@ -47,6 +52,7 @@ def locate(path: Path) -> Path:
 
     Raises CheckpointError that says what is missing.
     """
+    path = pointed(path)
     if (path / CONFIG).is_file():
         return path
     if steps := steps_of(path):
@@ -62,17 +68,30 @@ def locate(path: Path) -> Path:
     raise CheckpointError(f"{path} is not a checkpoint: it has no {CONFIG}")
 
 
+def pointed(path: Path) -> Path:
+    """The step that a run's ``best`` stands for, so that a new best does not change what has been opened; any other
+    path is itself."""
+    if path.name != BEST or not path.is_symlink():
+        return path
+    target = path.parent / os.readlink(path)
+    return target if _STEP.fullmatch(target.name) else path
+
+
+def step_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
 def steps_of(run: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; ``[]`` for a folder that is no run.
 
-    If all of them were being replaced when a process died, the ones set aside are they.
+    One that was being replaced when a process died, or that gave way to a step that was never finished, is among them.
     """
     folder = run / "checkpoints"
     if not folder.is_dir():
         return []
-    names = [path for path in folder.iterdir() if path.is_dir()]
-    whole = [path for path in names if _STEP.fullmatch(path.name)]
-    return sorted(whole or [path for path in names if _REPLACED.fullmatch(path.name)], key=lambda path: path.name)
+    steps = {left.name: left.path for left in missing(folder) if left.path.is_dir()}
+    steps |= {path.name: path for path in folder.iterdir() if path.is_dir()}
+    return [steps[name] for name in sorted(steps) if _STEP.fullmatch(name)]
 
 
 def is_run(path: Path) -> bool:

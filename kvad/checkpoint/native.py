@@ -36,7 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.atomic import discard, new_folder, refused, sweep
+from kvad.checkpoint.atomic import new_folder, refused, sweep
 from kvad.checkpoint.folder import (
     CONFIG,
     FORMAT,
@@ -49,11 +49,13 @@ from kvad.checkpoint.folder import (
     listed,
     locate,
     read_json,
+    step_folder,
     steps_of,
 )
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.hf import write_tensors
 from kvad.checkpoint.imported import Imported
+from kvad.checkpoint.kept import settle
 from kvad.checkpoint.opened import Opened, Tensors, Training
 from kvad.checkpoint.theirs import Layout, write_config
 from kvad.config import ModelConfig, from_dict, to_dict
@@ -152,13 +154,15 @@ def save_step(
     files: Mapping[str, bytes] = MappingProxyType({}),
     origin: str | None = None,
     keep: int = 2,
+    best: int | None = None,
     fresh: bool = False,
 ) -> Path:
-    """Write ``run/checkpoints/step-N`` and then delete all but the newest ``keep``.
+    """Write ``run/checkpoints/step-N`` and then delete all but the newest ``keep`` and step ``best``, which the run's
+    link of that name points at from then on (``kept.py``).
 
     ``fresh``: the first save of a new run: the steps of an old one give way in the same move.  Raises as :func:`save`.
     """
-    folder = run / "checkpoints" / f"step-{step:08d}"
+    folder = step_folder(run, step)
     sweep(folder.parent)  # brings back what an overwriting process had set aside when it died
     earlier = steps_of(run) if fresh else ()
     save(
@@ -173,8 +177,7 @@ def save_step(
         origin=origin,
         replaces=earlier,
     )
-    for old in steps_of(run)[:-keep]:
-        discard(old)
+    settle(run, keep, best)
     return folder
 
 

@@ -57,10 +57,11 @@ def choose_family(config: ModelConfig, wanted: str | None = None) -> Layout:
     raise CheckpointError("no class of transformers can hold this model", f"of the first asked: {reasons[0]}")
 
 
-def choose_layout(config: ModelConfig, generation: Generation) -> Layout:
+def choose_layout(config: ModelConfig, generation: Generation, wanted: str | None = None) -> Layout:
     """A layout from which training can go on: what is read back has our parameters' names too, which the optimizer's
-    state is kept by, and says the same about generating.  CheckpointError says why there is none."""
-    layout = choose_family(config)
+    state is kept by, and says the same about generating.  ``wanted``: a ``model_type``.  CheckpointError says why there
+    is none."""
+    layout = choose_family(config, wanted)
     again = layout.family.read(Fields(layout.content, CONFIG))
     if list(weight_shapes(again)) != list(weight_shapes(config)):
         raise CheckpointError(f"{layout.reader} would read it back under other parameters' names")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 __all__ = ["console", "emit_json", "format_bytes", "json_line", "json_option", "model_argument", "parse_bytes"]
-__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "since", "token_ids", "words_folder"]
+__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "number_in", "since", "token_ids", "words_folder"]
 
 Counts = TypeVar("Counts", bound="DataclassInstance")
 
@@ -154,6 +154,14 @@ def parse_bytes(text: str, *, zero: bool = False) -> int:
     if size < 1 and not (zero and number == 0):
         raise UsageError(f"{text!r} is less than one byte", "write it like 8GiB, 512MiB, 4GB or 1048576")
     return size
+
+
+def number_in(text: str | None) -> float | None:
+    """Of an option that is a number or a file's name: the number, or None."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
 
 
 def format_bytes(num_bytes: int | float) -> str:

@@ -1,4 +1,4 @@
-"""``kvad corpus lookup|python DIR``: texts to train on that every machine can make, the same each time.  No torch."""
+"""``kvad corpus lookup|python|copy|reverse DIR``: texts to train on that every machine can make.  No torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path)
 
 @click.group()
 def corpus() -> None:
-    """Make texts to train on: a language of look-ups, or this Python's own sources.
+    """Make texts to train on: a language of look-ups, this Python's own sources, or pairs of numbers.
 
     \b
     kvad corpus lookup data/lookup
     kvad corpus python data/python
+    kvad corpus reverse data/reverse
     """
 
 
@@ -83,6 +84,52 @@ def python(folder: Path, as_json: bool) -> None:
         click.echo(f"{sources.what}: {len(sources.files):,} files")
         for part, size in sizes.items():
             click.echo(f"{folder / part}: {format_bytes(size)}")
+
+
+@corpus.command()
+@folder
+@click.option("--seed", type=int, default=42, show_default=True)
+@json_option
+def copy(folder: Path, seed: int, as_json: bool) -> None:
+    """Pairs that repeat: ten numbers out of ten, 32,000 times (train.tsv), and dev.tsv, test.tsv of 1,000 each.
+
+    \b
+    kvad corpus copy data/copy
+    kvad train runs/copy.toml data/copy/train.tsv --validation data/copy/dev.tsv --out runs/copy
+    kvad eval runs/copy data/copy/test.tsv
+    """
+    _write_drill("copy", folder, seed, as_json)
+
+
+@corpus.command()
+@folder
+@click.option("--seed", type=int, default=42, show_default=True)
+@json_option
+def reverse(folder: Path, seed: int, as_json: bool) -> None:
+    """Pairs that turn round: 1 to 25 numbers out of fifty, 40,000 times; dev.tsv and test.tsv: 1,000 of up to 30.
+
+    \b
+    kvad corpus reverse data/reverse
+    kvad train runs/reverse.toml data/reverse/train.tsv --validation data/reverse/dev.tsv --out runs/reverse
+    kvad eval runs/reverse data/reverse/test.tsv --tokenized spaces
+    """
+    _write_drill("reverse", folder, seed, as_json)
+
+
+def _write_drill(name: str, folder: Path, seed: int, as_json: bool) -> None:
+    from kvad.lab.drills import DRILLS
+    from kvad.text.base import write_text
+
+    _check_free(folder)
+    drill = DRILLS[name]
+    for part in drill.parts:
+        write_text(folder / f"{part.name}.tsv", "".join(f"{a}\t{b}\n" for a, b in drill.pairs(part, seed)))
+    counts = {part.name: part.pairs for part in drill.parts}
+    if as_json:
+        emit_json({"folder": folder, "pairs": counts, "seed": seed})
+        return
+    for written, pairs in counts.items():
+        click.echo(f"{folder / written}.tsv: {pairs:,} pairs")
 
 
 def _check_free(folder: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import console, emit_json, json_option
+from kvad.cli.common import console, emit_json, json_option, number_in
 from kvad.errors import DataError, UsageError, counted
 
 if TYPE_CHECKING:
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from kvad.text.tokenizer import Tokenizer
     from kvad.train.check import Report
     from kvad.train.config import RunConfig
-    from kvad.train.material import Named
+    from kvad.train.material import Material, Named
 
 __all__ = ["data"]
 
 FORMATS = ("auto", "text", "lines", "jsonl", "pairs")
+OBJECTIVES = ("next-token", "seq2seq", "masked", "spans", "tag", "classify", "chat")
+EXAMPLES = ("tag", "classify", "chat")
 TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -46,6 +48,9 @@ def data() -> None:
 @click.argument("texts", metavar="[RUN.toml] IN...", nargs=-1, type=click.Path(path_type=Path))
 @pairs_option
 @click.option("--out", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help="The folder to make.")
+@click.option(
+    "--objective", type=click.Choice(OBJECTIVES), help="What they are for.  [default: next-token; of pairs seq2seq]"
+)
 @click.option("--format", "kind", type=click.Choice(FORMATS), help="How files are read.  [default: auto, by name]")
 @click.option("--field", help="Of JSON lines: the text's field.  [default: text]")
 @click.option("--source-field", help="Of pairs as JSON lines.  [default: source]")
@@ -54,14 +59,21 @@ def data() -> None:
 @click.option("--errors", type=click.Choice(["strict", "replace"]), help="Bytes that are not UTF-8.  [default: strict]")
 @click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load.  [default: bpe]")
 @click.option("--vocab-size", type=int, help="Ceiling of the vocabulary.  [default: 4096]")
+@click.option("--validation", metavar="SHARE|FILE", help="Of examples: the share held out [0.1]; or a file held out.")
+@click.option(
+    "--validation-pairs", multiple=True, type=TWO_PATHS, metavar="SOURCE TARGET", help="Two files of pairs held out."
+)
 @click.option("--overwrite", is_flag=True, help="Let prepared data that it holds give way.")
 @json_option
 def prepare(
     texts: tuple[Path, ...],
     pairs: tuple[tuple[Path, Path], ...],
     out: Path,
+    objective: str | None,
     kind: str | None,
     tokenizer: str | None,
+    validation: str | None,
+    validation_pairs: tuple[tuple[Path, Path], ...],
     overwrite: bool,
     as_json: bool,
     **flags: Any,
@@ -69,13 +81,16 @@ def prepare(
     """Turn texts into token shards and a tokenizer, once, for any number of runs.
 
     IN are files and folders: plain text, JSON lines (.jsonl), compressed ones too (.gz, .zst), or pairs (--format
-    pairs: TSV, or two fields of JSON lines; --pairs: two parallel files).  A run file's [data] and [tokenizer] are used
-    where one is named first.  The folder appears whole or not at all.
+    pairs: TSV, or two fields of JSON lines; --pairs: two parallel files).  With --objective tag they are lines of
+    WORD<tab>TAG, with classify LABEL<tab>TEXT, with chat JSON lines of {"messages": [...]}.  A run file's [data],
+    [tokenizer] and [objective] are used where one is named first.  The folder appears whole or not at all.
 
     \b
     kvad data prepare corpus/ --out data/corpus --vocab-size 8192
     kvad data prepare dump.jsonl.gz --field body --out data/dump --tokenizer runs/mine
     kvad data prepare --pairs train.de train.en --out data/de-en --vocab-size 10000
+    kvad data prepare train.tsv --validation dev.tsv --objective tag --out data/tags
+    kvad data prepare talks.jsonl --objective chat --out data/talks
     kvad train runs/mine.toml data/corpus --out runs/mine
     """
     from kvad.train.material import Material
@@ -84,10 +99,15 @@ def prepare(
 
     check_free(out, overwrite)
 
-    places = {"format": kind, **flags}
-    config, texts = _config(texts, places, tokenizer)
-    as_pairs = bool(pairs) or kind == "pairs" or config.data.format == "pairs" or _reads_pairs(config)
-    material = Material(config, _named(texts, pairs, as_pairs), lambda text: click.echo(text, err=True))
+    share = number_in(validation)
+    places = {"format": kind, **flags, "validation": share}
+    config, texts = _config(texts, places, tokenizer, objective)
+    held = [] if validation is None or share is not None else [(Path(validation),)]
+    named = _meant(config, texts, pairs, [*held, *validation_pairs])
+    config = _fitted(config, named)
+    if share is not None and config.objective.kind not in EXAMPLES:
+        raise UsageError("--validation: what share of texts and pairs is held out is each run's own", "leave it out")
+    material = Material(config, named, lambda text: click.echo(text, err=True))
     corpus = material.only()
     began, meter = time.monotonic(), _Meter()
     with meter:
@@ -100,10 +120,10 @@ def prepare(
         kept = ("kind", "tokens", "documents", "vocab", "largest", "tokenizer", "dtype", "key")
         emit_json({"out": out, "seconds": seconds, "shards": len(manifest["shards"]), **{k: manifest[k] for k in kept}})
         return
-    count = manifest["documents"]
-    held = counted(count // 2, "pair") if manifest["kind"] == "pairs" else counted(count, "document")
+    noun = manifest.get("noun", "pair" if manifest["kind"] == "pairs" else "document")
+    texts_in = counted(manifest["documents"] // (2 if noun == "pair" else 1), noun)
     click.echo(
-        f"{out}: {manifest['tokens']:,} tokens in {held}, {counted(len(manifest['shards']), 'shard')}, "
+        f"{out}: {manifest['tokens']:,} tokens in {texts_in}, {counted(len(manifest['shards']), 'shard')}, "
         f"vocabulary {manifest['vocab']:,}, {seconds:.1f} s"
     )
 
@@ -136,26 +156,32 @@ def check(
     """
     import torch
 
-    from kvad.train.check import check_data
+    from kvad.train.check import LOOK, check_data
     from kvad.train.material import Material, named_for
     from kvad.train.objectives import fitting
 
     torch.manual_seed(0)
-    config, named = _run(run, _named(texts, pairs, bool(pairs)))
-    config = fitting(config, config.resolve(vocab=1).kind)
+    config, named = _run(run, _named(texts, pairs))
+    config = fitting(config, _topology(config) or config.resolve(vocab=1).kind)
+    if config.objective.kind == "compress":
+        raise UsageError("objective.kind: compress cannot be checked", "check its model's own run")
     if config.objective.kind not in ("next-token", "seq2seq"):
-        raise UsageError(f"objective.kind: {config.objective.kind} cannot be checked", "next-token and seq2seq can")
+        if not config.data.isolate:
+            raise UsageError("data.isolate is off: of hidden tokens nothing is promised then", "leave it on")
+        looked = dataclasses.replace(config.train, batch=LOOK, accumulate=1, device="cpu")
+        config = dataclasses.replace(config, train=looked)
     name = model or (str(run) if run.is_dir() else None)
     named = named_for(config.objective.kind, named)
     material = Material(config, named, lambda text: click.echo(text, err=True))
     damaged = material.damaged()
-    tokenizer, checked = _model(name, config, material.make_tokenizer if name is None else None)
+    tokenizer, checked = _model(name, config, None if name is not None else material)
     with tempfile.TemporaryDirectory() as folder:
         material.open(Path(folder) / "data", tokenizer)
-        report = check_data(checked.to(torch.float64), material.checked(), tokenizer, rows)
+        report = check_data(checked.to(torch.float64), material.data, tokenizer, rows)
     wrong = (*(f"{path} is damaged: prepare it again" for path in damaged), *report.leaks)
     if as_json:
-        emit_json({"ok": not wrong, "wrong": wrong, **dataclasses.asdict(report), "use": report.use._asdict()})
+        use = None if report.use is None else report.use._asdict()
+        emit_json({"ok": not wrong, "wrong": wrong, **dataclasses.asdict(report), "use": use})
     else:
         _say(report, wrong)
     if wrong:
@@ -163,7 +189,8 @@ def check(
 
 
 def _say(report: Report, wrong: Sequence[str]) -> None:
-    click.echo(f"packing     {report.use.told()}")
+    if report.use is not None:
+        click.echo(f"packing     {report.use.told()}")
     click.echo(f"the batch   {counted(report.rows, 'row')}, {counted(report.documents, 'document')}; the fullest row:")
     for line in report.row:
         click.echo(f"  | {line}")
@@ -215,7 +242,7 @@ class _Meter:
 
 
 def _config(
-    texts: tuple[Path, ...], flags: dict[str, Any], tokenizer: str | None
+    texts: tuple[Path, ...], flags: dict[str, Any], tokenizer: str | None, objective: str | None
 ) -> tuple[RunConfig, tuple[Path, ...]]:
     """The run file that stands first, with the flags put in, and the texts behind it."""
     from kvad.text.tokenizer import KINDS
@@ -229,7 +256,8 @@ def _config(
     if tokenizer is not None:
         sizes["kind" if tokenizer in KINDS else "path"] = tokenizer
     made = {name: list(value) if isinstance(value, tuple) else value for name, value in wanted.items()}
-    for name, more in (("data", made), ("tokenizer", sizes)):
+    kind = {} if objective is None else {"kind": objective}
+    for name, more in (("data", made), ("tokenizer", sizes), ("objective", kind)):
         if isinstance(tables.get(name, {}), dict):  # what is no table is refused by RunConfig, by name
             tables[name] = {**tables.get(name, {}), **more}
     config = RunConfig.from_dict(tables)
@@ -240,14 +268,50 @@ def _config(
     return config, texts
 
 
-def _reads_pairs(config: RunConfig) -> bool:
-    return bool(config.model) and config.resolve(vocab=1).kind == "encoder-decoder"
+def _meant(
+    config: RunConfig,
+    texts: Sequence[Path],
+    pairs: Sequence[tuple[Path, Path]],
+    held: Sequence[tuple[Path, ...]],
+) -> Named:
+    """What is named, as the objective, the model or the options say that it is read."""
+    from kvad.train.material import named_for
+
+    kind = config.objective.kind
+    if kind == "auto":
+        topology = _topology(config)
+        as_pairs = bool(pairs or held) or config.data.format == "pairs" or topology == "encoder-decoder"
+        kind = "seq2seq" if as_pairs else "masked" if topology == "encoder" else "next-token"
+    return named_for(kind, _named(texts, pairs, held))
 
 
-def _named(texts: Sequence[Path], pairs: Sequence[tuple[Path, Path]], as_pairs: bool) -> Named:
+def _fitted(config: RunConfig, named: Named) -> RunConfig:
+    """With the objective said: that of the model where one is named, else of what is."""
+    from kvad.train.objectives import TOPOLOGY, fitting
     from kvad.train.pairs import PairPaths
 
-    return PairPaths((*((path,) for path in texts), *pairs)) if as_pairs else texts
+    kind = config.objective.kind
+    topology = _topology(config) or (
+        TOPOLOGY[kind] if kind != "auto" else "encoder-decoder" if isinstance(named, PairPaths) else "decoder"
+    )
+    return fitting(config, topology)
+
+
+def _topology(config: RunConfig) -> str | None:
+    """Of the run file's model; None where it names none."""
+    from kvad.checkpoint.open import open_checkpoint
+
+    if config.init is not None:
+        return open_checkpoint(config.init).config.kind
+    return config.resolve(vocab=1).kind if config.model else None
+
+
+def _named(texts: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequence[tuple[Path, ...]] = ()) -> Named:
+    from kvad.train.pairs import PairPaths
+
+    if not pairs and not held:
+        return texts
+    return PairPaths((*((path,) for path in texts), *pairs), tuple(held))
 
 
 def _run(run: Path, named: Named) -> tuple[RunConfig, Named]:
@@ -266,8 +330,8 @@ def _run(run: Path, named: Named) -> tuple[RunConfig, Named]:
     return config, named
 
 
-def _model(name: str | None, config: RunConfig, make: Any) -> tuple[Tokenizer, Transformer]:
-    """Weights with their tokenizer, or a fresh model for the tokenizer that ``make`` makes."""
+def _model(name: str | None, config: RunConfig, material: Material | None) -> tuple[Tokenizer, Transformer]:
+    """Weights with their tokenizer, or a fresh model for the tokenizer and the labels of ``material``."""
     from kvad.checkpoint.open import open_checkpoint
     from kvad.errors import CheckpointError
     from kvad.model.transformer import Transformer
@@ -280,8 +344,9 @@ def _model(name: str | None, config: RunConfig, make: Any) -> tuple[Tokenizer, T
         model = Transformer(opened.config)
         model.load_state_dict(dict(opened.weights()))
         return opened.tokenizer, model
-    tokenizer: Tokenizer = make()
-    model = Transformer(config.resolve(tokenizer.vocab_size))
-    if model.config.kind == "encoder-decoder":
+    assert material is not None, "where no weights are named"
+    tokenizer = material.make_tokenizer()
+    model = Transformer(material.shaped(config.resolve(tokenizer.vocab_size)))
+    if model.config.kind != "decoder":
         initialise(model)
     return tokenizer, model

@@ -92,9 +92,9 @@ class _Page:
 def _train(page: _Page, minutes: float, out: Path, seed: int) -> Outcome:
     from kvad.cli.train import draw_loss_curve
     from kvad.lab.sources import find_sources
+    from kvad.train.board import progress_on
     from kvad.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig
     from kvad.train.job import train
-    from kvad.train.progress import progress_on
 
     sources = find_sources()
     page.title("train")

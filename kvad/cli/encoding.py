@@ -253,7 +253,7 @@ def _answer(
         opened = look(model, command)
         # An encoder keeps nothing; of an encoder-decoder the decoder is not asked.
         least: dict[str, Any] = {} if opened.config.source is None else {"capacity": 1, "source_capacity": 1}
-        chosen = {name: options[name] for name in ("dtype", "rows", "deterministic")}
+        chosen = {name: options[name] for name in ("dtype", "rows", "deterministic", "adapter")}
         with LLM.load(opened.path, **chosen, **least) as llm:
             tokenizer_of(llm)
             asked = task(llm)

@@ -25,9 +25,10 @@ from kvad.cli.evaluate_page import (
     overlap_page,
     size_said,
 )
+from kvad.cli.evaluate_posed import POSED, pose
 from kvad.cli.helping import Sectioned
 from kvad.cli.policies import policies_asked, policy_options
-from kvad.cli.running import DTYPES, deterministic_option, format_options, formats_asked
+from kvad.cli.running import DTYPES, adapter_option, deterministic_option, format_options, formats_asked
 from kvad.errors import RequestError, UsageError, counted
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate"]
 
-TASKS = ("auto", "lm", "translate", "match", "tag", "classify")
+TASKS = ("auto", "lm", "translate", "match", "tag", "classify", "masked", "spans", "chat")
 TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 MAX_TOKENS = 256  # of an answer, where neither the user nor the checkpoint says
 LINES = 16  # that are answered side by side, where --rows does not say
@@ -54,6 +55,9 @@ HEEDS: Mapping[str, tuple[str, ...]] = {
     "match": OF_ANSWERS,
     "tag": (),
     "classify": (),
+    "masked": ("window", "documents", "suffixes"),
+    "spans": ("window", "documents", "suffixes"),
+    "chat": ("window",),
 }
 FLAGS = {"suffixes": "--suffix", "multiples": "--context-multiples", "figures": "--extrapolate"}
 
@@ -117,6 +121,7 @@ def _multiples(_ctx: click.Context, param: click.Parameter, value: str | None) -
 @click.option("--compressor", metavar="FOLDER", type=click.Path(path_type=Path), help="Makes a hierarchy's summaries.")
 @format_options
 @policy_options
+@adapter_option
 @click.option("--dtype", type=click.Choice(DTYPES), help="What to compute in [default: what is stored].")
 @deterministic_option
 @click.option("--quiet", is_flag=True, help="No progress on stderr.")
@@ -127,9 +132,12 @@ def evaluate(model: Path, data: tuple[Path, ...], task: str, as_json: bool, **op
     \b
     decoder          texts        loss, perplexity, bits per byte, accuracy per token
                      pairs        exact match of its answers
+                     messages     --task chat: loss and accuracy of what the assistant says
     encoder-decoder  pairs        loss, BLEU, chrF, exact match
+                     texts        --task spans: loss and accuracy of spans that are cut out
     encoder          words, tags  accuracy, F1 of each tag, macro-F1
                      texts, label the same, of labels
+                     texts        loss and accuracy of hidden tokens, where it fills masks
 
     Pairs are TSV files (`SOURCE<tab>TARGET`), or --pairs names two files; words and tags are `WORD<tab>TAG` lines with
     an empty line between sentences; labels are `LABEL<tab>TEXT` lines.  With an option of the cache everything runs
@@ -143,6 +151,8 @@ def evaluate(model: Path, data: tuple[Path, ...], task: str, as_json: bool, **op
     kvad eval runs/de-en --pairs test.de test.en --beams 5
     kvad eval runs/de-en --pairs test.de test.en --tokenized words --lower
     kvad eval runs/tagger dev.tsv
+    kvad eval runs/masked book.txt
+    kvad eval runs/chat talks.jsonl --task chat
     """
     from kvad.checkpoint.open import open_checkpoint
 
@@ -152,10 +162,13 @@ def evaluate(model: Path, data: tuple[Path, ...], task: str, as_json: bool, **op
     opened = open_checkpoint(model)
     task = _task(opened, task, data, options)
     _check_heeded(task, options)
-    run = {"lm": _text, "translate": _translate, "match": _translate, "tag": _tag, "classify": _classify}[task]
+    run = {"lm": _text, "translate": _translate, "match": _translate, "tag": _tag, "classify": _classify}
     began = time.perf_counter()
     with _Progress(quiet=options["quiet"]) as progress:
-        lines, page = run(opened, task, data, options, progress)
+        if task in POSED:
+            lines, page = pose(opened, task, data, options, progress.tell)
+        else:
+            lines, page = run[task](opened, task, data, options, progress)
     if as_json:
         first = {"task": task, "model": str(model), "data": [str(path) for path in _paths(data, options)]}
         took = {"seconds": time.perf_counter() - began}
@@ -172,14 +185,16 @@ def evaluate(model: Path, data: tuple[Path, ...], task: str, as_json: bool, **op
 def _task(opened: Opened, asked: str, data: Sequence[Path], options: Mapping[str, Any]) -> str:
     """The task, by the model's kind and the data's form.  RequestError for one that the model cannot do."""
     from kvad.cli.lines import abilities
-    from kvad.config import Classes
+    from kvad.config import Classes, Head
 
     head = opened.config.head
     pairs = bool(options["pairs"]) or any(path.suffix == ".tsv" for path in data)
     if opened.config.kind == "decoder":
-        can: tuple[str, ...] = ("match", "lm") if pairs else ("lm", "match")
+        can: tuple[str, ...] = ("match", "lm", "chat") if pairs else ("lm", "match", "chat")
     elif opened.config.kind == "encoder-decoder":
-        can = ("translate", "match")
+        can = ("translate", "match", "spans")
+    elif isinstance(head, Head):
+        can = ("masked",)
     elif isinstance(head, Classes):
         can = ("tag",) if head.per == "token" else ("classify",)
     else:
@@ -197,8 +212,10 @@ def _check_heeded(task: str, options: Mapping[str, Any]) -> None:
         if options[name] not in (None, (), False):
             flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
             raise UsageError(f"{flag} says nothing of --task {task}", "leave it out")
-    if task in ("tag", "classify") and _cached(options):
+    if task in ("tag", "classify", "masked") and _cached(options):
         raise UsageError("an encoder keeps no cache", "leave the cache's options out")
+    if task in POSED and (_cached(options) or options["deterministic"]):
+        raise UsageError(f"--task {task} reads without an engine", "leave its options out")
     curve = bool(options["multiples"] or options["figures"])
     if options["trained"] is not None and not curve:
         raise UsageError("--trained is of --context-multiples", "give them, or leave it out")
@@ -446,7 +463,7 @@ def _tag(
 def _classify(
     opened: Opened, task: str, data: Sequence[Path], options: Mapping[str, Any], progress: _Progress
 ) -> tuple[list[Line], Page]:
-    from kvad.lab.evaluate import TOGETHER
+    from kvad.lab.evaluate import TOGETHER, ask_all
     from kvad.lab.metrics import label_scores
     from kvad.lab.tagged import read_labelled
 
@@ -455,7 +472,8 @@ def _classify(
         _tokenizer(llm)
         for low in range(0, len(labelled), TOGETHER):
             some = [text for text, _ in labelled[low : low + TOGETHER]]
-            said += [labels[0].label for labels in llm.classify(some)]
+            numbers = range(low + 1, low + 1 + len(some))
+            said += [labels[0].label for labels in ask_all(llm.classify, some, numbers)]
             progress.tell("labelling", len(said), len(labelled))
     scores = label_scores([label for _, label in labelled], said)
     return [labels_line(scores)], labels_page(scores, _known(opened), counted(len(labelled), "text"))
@@ -481,7 +499,8 @@ def _load(opened: Opened, options: Mapping[str, Any], *, rows: int, capacity: in
         reads = opened.config.kind == "decoder" and not answers  # without a cache: one that holds next to nothing
         fields = {"rows": 1, "capacity": 1} if reads else {"rows": rows, "capacity": capacity}
     fields["chunk"] = min(fields.get("chunk", 512), fields["capacity"])
-    return LLM.load(opened.path, dtype=options["dtype"], deterministic=options["deterministic"], **fields)
+    chosen = {name: options[name] for name in ("dtype", "deterministic", "adapter")}
+    return LLM.load(opened.path, **chosen, **fields)
 
 
 def _tokenizer(llm: LLM) -> Any:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 DRAWINGS = {  # what is drawn -> its formats, the default first
-    "attention": ("terminal", "svg", "json"),
+    "attention": ("terminal", "svg", "png", "json"),
     "tree": ("text", "svg", "mermaid", "json"),
 }
-ENDINGS = {".svg": "svg", ".json": "json", ".mmd": "mermaid"}
+ENDINGS = {".svg": "svg", ".png": "png", ".json": "json", ".mmd": "mermaid"}
 FORMATS = tuple(dict.fromkeys(form for forms in DRAWINGS.values() for form in forms))
 
 
@@ -35,6 +35,11 @@ FORMATS = tuple(dict.fromkeys(form for forms in DRAWINGS.values() for form in fo
 @click.option("--check", is_flag=True, help="Read every file and compare its sha256 with the manifest's.")
 @click.option("--tree", is_flag=True, help="Draw the architecture, of a config or a known shape, too.")
 @click.option("--attention", metavar="TEXT", help="Draw who looks at whom while reading TEXT (loads the model).")
+@click.option(
+    "--target",
+    metavar="TEXT",
+    help="Of the maps of an encoder-decoder: what it says to TEXT [default: its own answer].",
+)
 @click.option(
     "--layer",
     "layers",
@@ -54,6 +59,7 @@ def inspect(
     check: bool,
     tree: bool,
     attention: str | None,
+    target: str | None,
     layers: tuple[str, ...],
     heads: tuple[str, ...],
     cached: bool,
@@ -73,19 +79,23 @@ def inspect(
     kvad inspect google/gemma-2-2b --tree
     kvad inspect runs/demo --tree --out tree.svg
     kvad inspect runs/demo --attention "def add(a, b):" --layer 2 --head all
+    kvad inspect runs/de-en --attention "ein haus" --head all --out heads.png
     kvad inspect runs/demo --cache --prompt "def add(a, b):" --policy "heavy-hitters(32)" --html cache.html
     """
     if cache:
         others = {"tensors": tensors, "check": check, "tree": tree, "attention": attention is not None}
         _refuse(others, "and --cache are two questions: ask one of them.")
-        _refuse({"cached": cached, "format": form}, "belongs to other drawings: --cache gives text, --json or --html.")
+        _refuse(
+            {"cached": cached, "target": target, "format": form},
+            "belongs to other drawings: --cache gives text, --json or --html.",
+        )
         wanted = _numbers("layer", layers, []), _numbers("head", heads, [])
         examine(model, options, layers=wanted[0] or None, heads=wanted[1] or None, out=out, as_json=as_json)
         return
     source = click.get_current_context().get_parameter_source
     said = {name: value for name, value in options.items() if source(name) is ParameterSource.COMMANDLINE}
     _refuse(said, "belongs to the microscope: give --cache too.")
-    maps = {"layer": layers, "head": heads, "cached": cached}
+    maps = {"layer": layers, "head": heads, "target": target, "cached": cached}
     drawn = "tree" if tree else None if attention is None else "attention"
     if tree and attention is not None:
         raise click.UsageError("--tree and --attention are two drawings: ask for one of them.")
@@ -99,7 +109,9 @@ def inspect(
     if attention is None:
         drawing = _tree(model, chosen)
     else:
-        drawing = _draw(model, attention, layers, heads, cached, chosen, to_file=bool(out))
+        drawing = _draw(model, attention, target, layers, heads, cached, chosen, out)
+    if chosen == "png":
+        return
     if out is None:
         click.echo(drawing, nl=not drawing.endswith("\n"))
     else:
@@ -230,26 +242,35 @@ def _tensor_lines(summary: Summary) -> list[str]:
 def _draw(
     model: Path,
     text: str,
+    target: str | None,
     layers: tuple[str, ...],
     heads: tuple[str, ...],
     cached: bool,
     form: str,
-    *,
-    to_file: bool,
+    out: Path | None,
 ) -> str:
+    """What is to be printed or written; a PNG is written here."""
     import json
 
     from kvad.lab import draw
     from kvad.lab.inspect import attention_maps
 
-    seen = attention_maps(
-        model, text, layers=_numbers("layer", layers, [0]), heads=_numbers("head", heads, [0]), cached=cached
-    )
+    if form == "png" and out is None:
+        raise UsageError("a PNG needs a file", "name it: --out heads.png")
+    more = {} if target is None else {"target": target}
+    wanted = _numbers("layer", layers, [0]), _numbers("head", heads, [0])
+    seen = attention_maps(model, text, layers=wanted[0], heads=wanted[1], cached=cached, **more)
+    if form == "png":
+        from kvad.lab.plot import draw_attention
+
+        assert out is not None
+        draw_attention(seen.pieces, seen.maps, [out])
+        return ""
     if form == "json":
         return json.dumps(draw.as_json(seen.tokens, seen.pieces, seen.maps), ensure_ascii=False)
     if form == "svg":
         return draw.svg(seen.pieces, seen.maps)
-    width = 100 if to_file else shutil.get_terminal_size().columns
+    width = 100 if out is not None else shutil.get_terminal_size().columns
     return "\n\n".join(draw.terminal(seen.pieces, one, width) for one in seen.maps)
 
 

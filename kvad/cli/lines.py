@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 import click
 
 from kvad.cli.common import console, json_line
-from kvad.cli.running import DTYPES, deterministic_option
+from kvad.cli.running import DTYPES, adapter_option, deterministic_option
 from kvad.errors import EngineError, RequestError, UsageError, counted
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def line_options(command: Command) -> Command:
     """The FILE argument and the options of every command that reads lines."""
     options = [
         click.argument("file", required=False, metavar="[FILE|-]", type=click.Path(path_type=Path, allow_dash=True)),
+        adapter_option,
         click.option("--dtype", type=click.Choice(DTYPES), help="What to compute in [default: what is stored]."),
         deterministic_option,
         click.option("--quiet", is_flag=True, help="No progress on stderr."),

@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "corpus": ("kvad.cli.corpus:corpus", "Make texts to train on that every machine can make."),
     "data": ("kvad.cli.data:data", "Prepare texts for training; prove what packing promises."),
     "train": ("kvad.cli.train:train", "Train a model on text files."),
+    "compare": ("kvad.cli.compare:compare", "Hold training runs against each other: curves, and a table."),
     "eval": ("kvad.cli.evaluate:evaluate", "How well does a model do on texts, pairs or labels?"),
     "generate": ("kvad.cli.generate:generate", "Continue a prompt."),
     "chat": ("kvad.cli.chat:chat", "Talk with a model."),
@@ -58,7 +59,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("kvad.cli.completion:completion", "Print the completion script of a shell."),
 }
 
-_EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval"}
+_EXTRAS = {"matplotlib": "plot", "transformers": "oracle", "sacrebleu": "eval", "tensorboard": "tensorboard"}
 
 _REFUSALS = {
     errno.EACCES: "permission denied",

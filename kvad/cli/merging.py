@@ -11,6 +11,7 @@ import click
 
 from kvad.cli.common import emit_json, json_option
 from kvad.cli.importing import check_out
+from kvad.cli.lines import abilities
 from kvad.cli.running import DTYPES
 from kvad.errors import UsageError, counted
 
@@ -48,4 +49,5 @@ def merge_command(base: Path, adapter: Path, out: Path, dtype: str | None, overw
     if as_json:
         emit_json({"base": base, "adapter": adapter, "out": out, "parts": sorted(opened.factors)})
     else:
-        click.echo(f"written: {out}, {counted(len(opened.factors), 'part')} merged\nnext:  kvad generate {out}")
+        serves = abilities(opened.config)[1][0]
+        click.echo(f"written: {out}, {counted(len(opened.factors), 'part')} merged\nnext:  kvad {serves} {out}")

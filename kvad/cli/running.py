@@ -24,7 +24,15 @@ from kvad.errors import DataError
 if TYPE_CHECKING:
     from kvad.llm import LLM
 
-__all__ = ["Interrupt", "cache_options", "deterministic_option", "format_options", "formats_asked", "open_llm"]
+__all__ = [
+    "Interrupt",
+    "adapter_option",
+    "cache_options",
+    "deterministic_option",
+    "format_options",
+    "formats_asked",
+    "open_llm",
+]
 __all__ += ["read_stdin", "read_text"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -43,6 +51,14 @@ FORMAT_OPTIONS = (
 
 deterministic_option = click.option(
     "--deterministic", is_flag=True, help="The same bits alone and in any batch, on this machine (CPU; slower)."
+)
+
+
+adapter_option = click.option(
+    "--adapter",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="A LoRA adapter, kvad's or PEFT's, merged into the weights.",
 )
 
 
@@ -70,12 +86,7 @@ def cache_options(command: Command) -> Command:
             type=click.Path(path_type=Path),
             help="What makes a hierarchy's summaries.",
         ),
-        click.option(
-            "--adapter",
-            metavar="FOLDER",
-            type=click.Path(path_type=Path),
-            help="A LoRA adapter, kvad's or PEFT's, merged into the weights.",
-        ),
+        adapter_option,
     ]
     for option in reversed(options):
         command = option(command)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import console, emit_json, json_option
+from kvad.cli.common import console, emit_json, json_option, number_in
 from kvad.errors import UsageError, counted, nearest
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ PLACES = {
     "save_every": "train.save_every",
     "objective": "objective.kind",
     "lora_rank": "lora.rank",
+    "tensorboard": "train.tensorboard",
 }
 
 
@@ -54,7 +55,7 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option(
     "--pairs", multiple=True, type=TWO_PATHS, metavar="SOURCE TARGET", help="Two files; line n of one answers line n."
 )
-@click.option("--out", required=True, metavar="FOLDER", type=click.Path(path_type=Path), help="The run's folder.")
+@click.option("--out", metavar="FOLDER", type=click.Path(path_type=Path), help="The run's folder.")
 @click.option(
     "--config",
     "run_file",
@@ -78,7 +79,8 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option("--lora", "lora_rank", type=int, metavar="RANK", help="Train adapters beside it instead of its weights.")
 @click.option(
     "--preset",
-    help="Model shape: tiny, small, demo, medium, base; transformer- and marian-, tiny or base.  [default: small]",
+    help="Model shape: tiny, small, demo, medium, base, shakespeare-char, gpt2-124m, llama-small; transformer-tiny, "
+    "-base, -big; marian-tiny, -base; t5-tiny, -small; encoder-tiny, bert-base.  [default: small]",
 )
 @click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load.  [default: bpe]")
 @click.option("--vocab-size", type=int, help="Ceiling of the vocabulary.  [default: 4096]")
@@ -112,15 +114,17 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
     "--prompt", "prompts", multiple=True, metavar="TEXT", help="At evaluations: how it goes on; may be repeated."
 )
 @click.option("--bleu", type=click.IntRange(min=1), metavar="N", help="At evaluations: BLEU on N held-out pairs.")
+@click.option("--tensorboard", is_flag=True, default=None, help="Write TensorBoard's files into OUT/tensorboard, too.")
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint of --out, to the bit.")
 @click.option("--overwrite", is_flag=True, help="Let a run that --out holds give way.")
+@click.option("--dry-run", is_flag=True, help="Train nothing: what would it take? Memory, FLOPs, hours here, disk.")
 @json_option
 def train(
     corpus: tuple[Path, ...],
     pairs: tuple[tuple[Path, Path], ...],
     validation: str | None,
     validation_pairs: tuple[tuple[Path, Path], ...],
-    out: Path,
+    out: Path | None,
     run_file: Path | None,
     assignments: tuple[str, ...],
     tokenizer: str | None,
@@ -129,6 +133,7 @@ def train(
     bleu: int | None,
     resume: bool,
     overwrite: bool,
+    dry_run: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -137,10 +142,11 @@ def train(
     A run file (TOML) may stand before the corpus.  Every file is a document.  An encoder-decoder (--preset
     transformer-tiny) learns from pairs instead: CORPUS are TSV files of `SOURCE<tab>TARGET` lines, or --pairs names two
     parallel files.  Ctrl-C saves and says how to go on; so does SIGTERM.  The run's folder holds its checkpoints,
-    metrics.jsonl, and the loss curve as PNG and SVG (where matplotlib is installed).
+    metrics.jsonl, and its curves as PNG and SVG (where matplotlib is installed).
 
     \b
     kvad train book.txt --out runs/book --tokenizer char --preset tiny --steps 2000
+    kvad train runs/shakespeare-char-cpu.toml input.txt --dry-run
     kvad train runs/shakespeare-char-cpu.toml input.txt --out runs/shakespeare
     kvad train src/ docs/ --suffix .py --suffix .md --out runs/code --minutes 30
     kvad train runs/mine.toml corpus/ --out runs/mine --set optim.lr=3e-4 --set decoder.layers=4
@@ -151,11 +157,15 @@ def train(
     kvad train more/ --init ./SmolLM2-135M --lora 8 --set lora.targets=all --out runs/adapter
     kvad train corpus/ --objective compress --init runs/mine --set ratio=8 --out runs/summaries
     """
+    from kvad.train.board import progress_on
     from kvad.train.config import RunConfig, read_toml
-    from kvad.train.progress import progress_on
 
     if resume and overwrite:
         raise UsageError("--resume and --overwrite contradict each other")
+    if dry_run and resume:
+        raise UsageError("--dry-run plans a new run, and --resume goes on with one", "leave one of them out")
+    if out is None and not dry_run:
+        raise click.UsageError("Missing option '--out'.")
     if corpus and corpus[0].suffix == ".toml":
         if run_file is not None:
             raise UsageError(f"{corpus[0]} and --config {run_file}: one run file is enough")
@@ -164,12 +174,19 @@ def train(
     if run_file is not None:
         table = read_toml(run_file)
     elif resume:
+        assert out is not None
         table = _stored_run(out).to_dict()
-    flags["validation"] = share = _share(validation)
+    flags["validation"] = share = number_in(validation)
     config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
     held = [(Path(validation),)] if validation is not None and share is None else []
     named = _named(corpus, pairs, [*held, *validation_pairs])
     watchers = _watchers(config, check_cache=check_cache, prompts=prompts, bleu=bleu)
+    if dry_run:
+        from kvad.cli.train_plan import show
+
+        show(config, named, out, overwrite=overwrite, as_json=as_json)
+        return
+    assert out is not None
     progress = progress_on(console())
     try:
         outcome = _run(config, named, out, [progress, *watchers], resume=resume, overwrite=overwrite)
@@ -223,16 +240,8 @@ def _run(
     if config.compress != CompressConfig():
         raise UsageError("[compress] is for --objective compress", "--init MODEL alone goes on from a checkpoint")
     if resume:
-        return job.resume(out, config=config, corpus=named, available=available_bytes(), callbacks=heard)
-    return job.train(config, named, out, overwrite=overwrite, available=available_bytes(), callbacks=heard)
-
-
-def _share(text: str | None) -> float | None:
-    """Of ``--validation``: None for a file's name."""
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return None
+        return job.resume(out, config=config, corpus=named, available=available_bytes(), callbacks=heard, gauged=True)
+    return job.train(config, named, out, overwrite=overwrite, available=available_bytes(), callbacks=heard, gauged=True)
 
 
 def _named(corpus: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequence[tuple[Path, ...]]) -> Named:
@@ -290,13 +299,13 @@ def _pairs(assignments: Iterable[str], *, compress: bool) -> Iterator[tuple[str,
 
 
 def draw_loss_curve(out: Path) -> list[Path]:
-    """The loss curve; nothing where matplotlib is not installed, or nothing was logged yet."""
-    from kvad.lab.plot import plot_metrics
+    """The run's curves; nothing where matplotlib is not installed, or nothing was logged yet."""
+    from kvad.lab.runs import plot_run
 
     try:
-        return plot_metrics(out)
+        return plot_run(out)
     except ModuleNotFoundError:
-        click.echo("kvad: no loss curve: pip install 'kvad[plot]' draws it", err=True)
+        click.echo("kvad: no curves: pip install 'kvad[plot]' draws it", err=True)
         return []
 
 
@@ -323,6 +332,8 @@ def _say(outcome: Outcome, config: RunConfig, out: Path, figures: list[Path], as
         f"{', '.join(losses)}",
         err=True,
     )
+    if config.train.keep_best and outcome.best is not None and outcome.best_step not in (None, outcome.step):
+        click.echo(f"best:  {out / 'best'}, validation {outcome.best:.4f} at step {outcome.best_step:,}", err=True)
     if outcome.reason == "interrupted":
         click.echo(f"stopped, and saved. Go on with:  kvad train --resume --out {out}", err=True)
     elif config.objective.kind == "compress":

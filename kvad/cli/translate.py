@@ -114,6 +114,7 @@ def _load(opened: Opened, sampling: Mapping[str, Any], options: Mapping[str, Any
         raise UsageError(f"--rows {options['rows']}: a line's {each} beams or samples take a row each", f"give {each}")
     rows = _rows(opened, each, options, capacity) if options["rows"] is None else options["rows"]
     chosen = {**formats_asked(options), **policies_asked(options), "deterministic": options["deterministic"]}
+    chosen["adapter"] = options["adapter"]
     return LLM.load(opened.path, dtype=options["dtype"], rows=rows, capacity=capacity, **chosen)
 
 

@@ -26,7 +26,7 @@ from kvad.config import mixers
 from kvad.engine.engine import Engine, StepTimes
 from kvad.engine.request import Sampling
 from kvad.errors import EngineError, RequestError
-from kvad.lab.flops import Cost, Gain, formula, generation
+from kvad.flops import Cost, Gain, formula, generation
 from kvad.llm import LLM
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer

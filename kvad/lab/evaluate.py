@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,10 +35,11 @@ from kvad.llm import LLM
 from kvad.text.tokenizer import Tokenizer
 
 __all__ = ["Document", "Opening", "Window", "Windows", "answers", "documents_of", "evaluate_pairs", "evaluate_tags"]
-__all__ += ["evaluate_text", "evaluate_texts_said", "opening_of", "pair_row", "predict_tags", "windows"]
+__all__ += ["ask_all", "evaluate_text", "evaluate_texts_said", "opening_of", "pair_row", "predict_tags", "windows"]
 
 Opening = Literal["none", "start", "window"]
 Tick = Callable[[int, int], None]  # (done, of so many)
+Answer = TypeVar("Answer")
 TOGETHER = 64  # lines that an engine is given at once
 ROOM = 1 << 16  # tokens of windows that a reader is given at once
 
@@ -258,10 +259,25 @@ def answers(llm: LLM, prompts: Sequence[str], sampling: dict[str, Any], *, tick:
     order = sorted((n for n, text in enumerate(prompts) if text.strip()), key=lambda n: (len(prompts[n]), n))
     for low in range(0, len(order), TOGETHER):
         some = order[low : low + TOGETHER]
-        for number, done in zip(some, llm.generate([prompts[n] for n in some], **sampling), strict=True):
-            found[number] = done.text
+        done = ask_all(lambda texts: llm.generate(texts, **sampling), [prompts[n] for n in some], [n + 1 for n in some])
+        for number, answer in zip(some, done, strict=True):
+            found[number] = answer.text
         tick(low + len(some), len(order))
     return found
+
+
+def ask_all(ask: Callable[[list[str]], Sequence[Answer]], texts: list[str], numbers: Sequence[int]) -> Sequence[Answer]:
+    """What is answered to all of them; DataError with the number of the one that cannot be read."""
+    try:
+        return ask(texts)
+    except RequestError:
+        for number, text in zip(numbers, texts, strict=True):
+            try:
+                ask([text])
+            except RequestError as error:
+                hint = "nothing is cut: leave it out, or train with a longer --context"
+                raise DataError(f"text {number}: {error.message}", hint) from error
+        raise
 
 
 def evaluate_texts_said(
@@ -278,12 +294,15 @@ def evaluate_texts_said(
 def predict_tags(llm: LLM, sentences: Sequence[Sequence[str]], *, tick: Tick = _quiet) -> list[list[str]]:
     """A label for every word of every sentence, that of the word's first token; words are joined by spaces.
 
-    Raises DataError for a sentence that the tokenizer cuts at other places than between its words.
+    Raises DataError for a sentence that the tokenizer cuts at other places than between its words, and for one that is
+    longer than the model's limit.
     """
     found = list[list[str]]()
     for low in range(0, len(sentences), TOGETHER):
         some = sentences[low : low + TOGETHER]
-        for number, (words, tagged) in enumerate(zip(some, llm.tag([" ".join(s) for s in some]), strict=True), low + 1):
+        numbers = range(low + 1, low + 1 + len(some))
+        said = ask_all(llm.tag, [" ".join(s) for s in some], numbers)
+        for number, words, tagged in zip(numbers, some, said, strict=True):
             if len(tagged) != len(words):
                 raise DataError(
                     f"sentence {number}: the model labels {len(tagged)} words and the file has {len(words)}",

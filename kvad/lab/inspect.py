@@ -30,7 +30,7 @@ from kvad.checkpoint.folder import (
 )
 from kvad.checkpoint.hub import resolve
 from kvad.config import ModelConfig
-from kvad.errors import CheckpointError, TokenizerError, UsageError
+from kvad.errors import CheckpointError, RequestError, TokenizerError, UsageError
 from kvad.lab.draw import AttentionMap
 from kvad.lab.headers import TensorInfo, read_headers
 from kvad.lab.plan import memory_json, plan_target, read_target
@@ -179,15 +179,29 @@ def _training(folder: Path) -> Mapping[str, Any] | None:
 
 
 def attention_maps(
-    folder: Path, text: str, *, layers: Sequence[int] | None, heads: Sequence[int] | None, cached: bool = False
+    folder: Path,
+    text: str,
+    *,
+    layers: Sequence[int] | None,
+    heads: Sequence[int] | None,
+    cached: bool = False,
+    target: str | None = None,
 ) -> Attention:
     """Run ``text`` once and keep the weights of the layers and heads asked for (None: all).
 
-    Raises CheckpointError for a folder that cannot be loaded, RequestError for a layer or head that is not there.
+    An encoder-decoder reads ``target`` beside it (None: its own answer).  Raises CheckpointError for a folder that
+    cannot be loaded, RequestError for a layer or head that is not there.
     """
+    from kvad.lab.sides import side_maps
     from kvad.llm import LLM
 
     with LLM.load(folder, rows=1, capacity=16) as llm:  # the engine's own pool is not used
+        if llm.model.config.encoder is not None:
+            if cached:
+                raise RequestError("--cached: an encoder keeps no cache", "leave it out")
+            return Attention(*side_maps(llm, text, target, layers=layers, heads=heads))
+        if target is not None:
+            raise RequestError("a decoder has no target beside its text", "leave --target out")
         traced = llm.trace(text, layers=layers, heads=heads, cached=cached)
     maps = []
     for layer, seen in traced.layers.items():

@@ -15,11 +15,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvad.errors import DataError, SaveError, UsageError, nearest
+from kvad.lab.draw import MAPS_PER_LINE, AttentionMap
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Grid", "Series", "draw", "draw_grids", "draw_loss", "plot_metrics", "read_lines", "series_of"]
+__all__ = [
+    "Grid",
+    "Panel",
+    "Series",
+    "draw",
+    "draw_attention",
+    "draw_grids",
+    "draw_loss",
+    "draw_panels",
+    "read_lines",
+    "series_of",
+]
 
 ENDINGS = (".png", ".svg", ".pdf")
 RC = {"svg.fonttype": "none", "svg.hashsalt": "kvad", "font.size": 9.0, "axes.spines.top": False}
@@ -27,13 +40,26 @@ RC = {"svg.fonttype": "none", "svg.hashsalt": "kvad", "font.size": 9.0, "axes.sp
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve; ``dots`` marks its points (few ones, as of a bench), ``faint`` draws it thin (raw loss)."""
+    """A named curve; ``dots`` marks its points (few ones, as of a bench), ``faint`` draws it thin (raw loss), and
+    ``dashed`` interrupts it; ``colour``: a number, the same for curves that belong together."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     dots: bool = False
     faint: bool = False
+    dashed: bool = False
+    colour: int | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one axis of their own."""
+
+    label: str
+    series: Sequence[Series]
+    title: str = ""
+    log_y: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +185,45 @@ def draw_grids(
     return list(out)
 
 
+def draw_attention(pieces: Sequence[str], maps: Sequence[AttentionMap], out: Sequence[Path]) -> list[Path]:
+    """Draw heads' weights into every file of ``out``, four in a row, shaded by the square root as ``draw.py`` does.
+
+    Raises as :func:`draw`.
+    """
+    _check_endings(out)
+    if not maps:
+        raise DataError("there is nothing to draw")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    across = min(MAPS_PER_LINE, len(maps))
+    down = -(-len(maps) // across)
+    tokens = [one.tokens(pieces) for one in maps]
+    wide = 1.3 + 0.16 * max(len(keys) for _, keys in tokens)
+    high = 1.3 + 0.16 * max(len(queries) for queries, _ in tokens)
+    with mpl.rc_context(RC):  # type: ignore[arg-type]
+        figure = Figure(figsize=(wide * across, high * down), layout="constrained")
+        places = figure.subplots(down, across, squeeze=False)
+        for place in places.flat[len(maps) :]:
+            place.set_axis_off()
+        for place, one, (queries, keys) in zip(places.flat, maps, tokens, strict=False):
+            shades = [[math.sqrt(min(max(weight, 0.0), 1.0)) for weight in row] for row in one.weights]
+            place.imshow(shades, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+            place.set_yticks(range(len(queries)), [_plain(piece) for piece in queries], fontsize=6)
+            place.set_xticks(range(len(keys)), [_plain(piece) for piece in keys], fontsize=6, rotation=90)
+            place.xaxis.tick_top()
+            place.set_title(one.name, fontsize=8)
+            place.tick_params(length=0)
+        for path in out:
+            _write(figure, path)
+    return list(out)
+
+
+def _plain(piece: str) -> str:
+    """A token as a label: short, and without what would begin a formula."""
+    return (piece if len(piece) <= 20 else piece[:19] + "…").replace("$", r"\$")
+
+
 def _heat_maps(grids: Sequence[Grid | None], across: int, title: str, x_label: str, y_label: str) -> Figure:
     from matplotlib.figure import Figure
 
@@ -207,21 +272,12 @@ def _check_endings(out: Sequence[Path]) -> None:
             raise UsageError(f"{path}: figures end in {', '.join(ENDINGS)}")
 
 
-def plot_metrics(run: Path) -> list[Path]:
-    """``loss.png`` and ``loss.svg`` of a run folder; ``[]`` where no step was logged yet.  Raises as :func:`draw`."""
-    return draw_loss(run / "metrics.jsonl", [run / "loss.png", run / "loss.svg"])
-
-
 def _figure(series: Sequence[Series], title: str, x_label: str, y_label: str, log_x: bool, log_y: bool) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    for one in series:
-        if len(one.x):
-            marker = "o" if one.dots else ""
-            width, alpha = (0.8, 0.6) if one.faint else (1.6, 1.0)
-            axes.plot(one.x, one.y, label=one.name, marker=marker, markersize=3, linewidth=width, alpha=alpha)
+    _curves(axes, series)
     if log_x:
         axes.set_xscale("log", base=2)
     if log_y:
@@ -229,10 +285,53 @@ def _figure(series: Sequence[Series], title: str, x_label: str, y_label: str, lo
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
+    return figure
+
+
+def _curves(axes: Axes, series: Sequence[Series]) -> None:
+    for one in series:
+        if len(one.x):
+            width, alpha = (0.8, 0.4 if one.colour is not None else 0.6) if one.faint else (1.6, 1.0)
+            axes.plot(
+                one.x,
+                one.y,
+                label=one.name,
+                color=None if one.colour is None else f"C{one.colour % 10}",
+                marker="o" if one.dots else "",
+                markersize=3,
+                linestyle="--" if one.dashed else "-",
+                linewidth=width,
+                alpha=alpha,
+            )
     axes.grid(alpha=0.25, linewidth=0.5)
     if any(one.name for one in series):
         axes.legend(frameon=False)
-    return figure
+
+
+def draw_panels(panels: Sequence[Panel], out: Sequence[Path], *, x_label: str, title: str = "") -> list[Path]:
+    """Draw panels, one below the other over one axis, into every file of ``out``.  Raises as :func:`draw`."""
+    _check_endings(out)
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
+
+    with mpl.rc_context(RC):  # type: ignore[arg-type]
+        figure = Figure(figsize=(6.4, 1.0 + 2.0 * len(panels)), layout="constrained")
+        heights = [2.0, *(1.0 for _ in panels[1:])]
+        places = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+        for axes, panel in zip(places, panels, strict=True):
+            _curves(axes, panel.series)
+            axes.set_ylabel(panel.label)
+            axes.set_title(panel.title, fontsize=8)
+            if panel.log_y and all(value > 0 for one in panel.series for value in one.y):
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter(LogFormatter())  # 0.3, and no powers of ten
+                axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+        places[-1].set_xlabel(x_label)
+        figure.suptitle(title, fontsize=9)
+        for path in out:
+            _write(figure, path)
+    return list(out)
 
 
 def _write(figure: Figure, path: Path) -> None:

@@ -27,7 +27,8 @@ from kvad.train.examples import Example, ExampleCorpus, find
 from kvad.train.labelled import objects_of
 from kvad.train.pairs import PairPaths
 
-__all__ = ["CHATML", "CHATML_TOKENS", "ChatCorpus", "Conversation", "completed", "masked", "open_chats", "said"]
+__all__ = ["CHATML", "CHATML_TOKENS", "ChatCorpus", "Conversation", "chatml", "completed", "masked", "open_chats"]
+__all__ += ["said"]
 
 ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # of special tokens that a template may name
 MARK = "{# the template, behind what a special token is #}"
@@ -88,6 +89,16 @@ def completed(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
     tokens = ((role, getattr(tokenizer.specials, role)) for role in ROLES)
     roles = {f"{role}_token": names[token] for role, token in tokens if token in names}
     return ChatTemplate(template.templates, {**roles, **template.specials})
+
+
+def chatml(tokenizer: Tokenizer | None) -> str:
+    """ChatML for a tokenizer that there is: without a token of its own, a turn ends with the one that ends a text."""
+    if tokenizer is None or CHATML_TOKENS[1] in tokenizer.specials.names():
+        return CHATML
+    specials = tokenizer.specials
+    end = specials.separator if specials.eos is None else specials.eos
+    named = [name for name, token in specials.names().items() if token == end]
+    return CHATML.replace(CHATML_TOKENS[1], named[0]) if named else CHATML
 
 
 def open_chats(paths: PairPaths, errors: str, validation: float, template: ChatTemplate) -> ChatCorpus:

@@ -7,6 +7,8 @@
    positions that it has in its row; both losses are sums over the same targets (isolated data only).
 
 The batch is made of the first rows of the run, and of the row with the most documents among the first :data:`LOOK`.
+Of objectives that ask other things than the next token (hidden tokens, spans, tags, labels, what an assistant says) it
+is the Steps themselves that are looked at: a document is what the mask takes for one.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from torch import Tensor
 from kvad.errors import counted
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
+from kvad.step import Step
 from kvad.text.base import Tokenizer
-from kvad.train.data import DocumentData
-from kvad.train.objective import Autocast, backward
+from kvad.train.data import DocumentData, TrainingData
+from kvad.train.objective import Autocast, asked_logits, backward
 from kvad.train.pair_data import PairData
-from kvad.train.rows import Batch, Row, Segment, Shape, Use, alone, collate
+from kvad.train.rows import Batch, Row, Segment, Shape, Use, alone, collate, owners, picked
 from kvad.train.store import Ints
 from kvad.train.stream import SequentialData
 
@@ -54,13 +57,13 @@ class Perturbed:
 @dataclass(frozen=True)
 class Report:
     """``gradient``: max |difference| / max |gradient|, None where documents are not isolated; ``row``: the fullest one,
-    a line per document."""
+    a line per document; ``use``: None where the data says it otherwise."""
 
     rows: int
     documents: int
     isolate: bool
     reset: bool
-    use: Use
+    use: Use | None
     perturbed: tuple[Perturbed, ...]
     gradient: float | None
     loss_packed: float
@@ -81,9 +84,13 @@ class Report:
         return tuple(found)
 
 
-def check_data(model: Transformer, data: Checked, tokenizer: Tokenizer, rows: int = 2) -> Report:
-    """``model``: weights of any kind, in float64; ``rows``: how many make the batch."""
+def check_data(model: Transformer, data: Checked | TrainingData, tokenizer: Tokenizer, rows: int = 2) -> Report:
+    """``model``: weights of any kind, in float64; ``rows``: how many make the batch.
+
+    Other data than of next tokens and pairs must isolate its documents, and make micro-batches of enough rows."""
     model.eval()
+    if not isinstance(data, Checked):
+        return _check_batch(model, data.micro_batches(0)[0], tokenizer, rows)
     shape = replace(data.shape, device="cpu")
     looked = data.rows(np.arange(max(LOOK, rows)))
     fullest = max(range(len(looked)), key=lambda row: len(looked[row]))
@@ -106,6 +113,61 @@ def check_data(model: Transformer, data: Checked, tokenizer: Tokenizer, rows: in
         loss_alone=alone_loss,
         row=tuple(_shown(part, number, tokenizer) for number, part in enumerate(chosen[0])),
     )
+
+
+def _check_batch(model: Transformer, batch: Batch, tokenizer: Tokenizer, rows: int) -> Report:
+    """Of a Step as it stands: its documents are those that its mask keeps apart."""
+    owner, most = owners(batch.step)
+    per_row = owner.view(batch.step.lanes[0].rows, -1)
+    fullest = int(per_row.amax(1).sub(torch.arange(len(per_row)) * most).argmax())
+    chosen = [fullest, *islice((row for row in range(len(per_row)) if row != fullest), rows - 1)]
+    batch = picked(batch, torch.tensor(chosen))
+    owner, most = owners(batch.step)
+    theirs = None if batch.step.source is None else owners(batch.step.source, most)[0]
+    before, last = _asked(model, batch), int(owner[: batch.step.lanes[0].new].max())
+    found, shown = [], list[str]()
+    for document in range(last + 1):
+        mine = owner == document
+        source = None if theirs is None else (theirs == document)
+        held = None if source is None or batch.step.source is None else batch.step.source.tokens[source].numpy()
+        shown.append(_shown(Segment(batch.step.tokens[mine].numpy(), np.empty(0, np.int64), held), document, tokenizer))
+        if document not in (0, last // 2, last):
+            continue
+        for side, changed in _sides(batch.step, mine, source, model):
+            moved = (_asked(model, batch._replace(step=changed)) - before).abs().amax(dim=1)
+            own = mine[batch.step.wanted]
+            if own.any():
+                found.append(Perturbed(document, side, _most(moved[own]), _most(moved[~own]), 0.0))
+    apart = list(alone(batch))
+    (packed_loss, packed), (alone_loss, single) = _gradient(model, [batch]), _gradient(model, apart)
+    return Report(
+        rows=len(chosen),
+        documents=len(owner[owner >= 0].unique()),
+        isolate=True,
+        reset=True,
+        use=None,
+        perturbed=tuple(found),
+        gradient=float((packed - single).abs().max() / single.abs().max()),
+        loss_packed=packed_loss,
+        loss_alone=alone_loss,
+        row=tuple(shown),
+    )
+
+
+def _sides(step: Step, mine: Tensor, theirs: Tensor | None, model: Transformer) -> list[tuple[str, Step]]:
+    """The step with another token in every place of a document: its source, then its own."""
+    config = model.config
+    own = step._replace(tokens=torch.where(mine, (step.tokens + 1) % config.vocab, step.tokens))
+    if step.source is None or theirs is None:
+        return [("tokens", own)]
+    vocab = config.vocab if config.source is None else config.source.vocab or config.vocab
+    read = step.source._replace(tokens=torch.where(theirs, (step.source.tokens + 1) % vocab, step.source.tokens))
+    return [("source", step._replace(source=read)), ("target", own)]
+
+
+@torch.no_grad()
+def _asked(model: Transformer, batch: Batch) -> Tensor:
+    return asked_logits(model, batch, Fresh(model.config))
 
 
 def _gradient(model: Transformer, batches: Sequence[Batch]) -> tuple[float, Tensor]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvad.text.base import Tokenizer
 
-__all__ = ["ColumnFiles", "Columned", "Encoded", "column_files", "write_columns"]
+__all__ = ["ColumnFiles", "Columned", "Encoded", "column_files", "column_sizes", "write_columns"]
 
 Encoded = tuple[list[int], Mapping[str, list[int]]]  # the ids of a text, and a value of each by column
 
@@ -50,12 +50,15 @@ class ColumnFiles:
         return found
 
 
+def column_sizes(manifest: Mapping[str, Any]) -> dict[str, int]:
+    """The files of the columns that a manifest names, and the bytes that each should have: a value for every token."""
+    columns = manifest.get("columns", {}).items()
+    return {f"{name}.bin": np.dtype(kind).itemsize * manifest["tokens"] for name, kind in columns}
+
+
 def column_files(folder: Path, manifest: Mapping[str, Any]) -> bool:
     """Whether every column that the manifest names has a value for every token."""
-    return all(
-        (folder / f"{name}.bin").stat().st_size == np.dtype(kind).itemsize * manifest["tokens"]
-        for name, kind in manifest.get("columns", {}).items()
-    )
+    return all((folder / name).stat().st_size == size for name, size in column_sizes(manifest).items())
 
 
 def write_columns(folder: Path, columns: Mapping[str, str], texts: Iterable[Encoded]) -> Iterator[list[int]]:

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import torch
 
+from kvad.checkpoint.atomic import write_bytes
 from kvad.checkpoint.compressor import StoredCompressor, model_fingerprint, open_compressor, save_compressor
 from kvad.checkpoint.open import model_of, open_checkpoint
 from kvad.checkpoint.opened import Opened, Training
 from kvad.config import mixers
-from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.errors import CheckpointError, ConfigError, MemoryPlanError, UsageError
 from kvad.model.compress import Compressor
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer
@@ -27,25 +28,27 @@ from kvad.train.config import RunConfig, TokenizerConfig
 from kvad.train.distil import Distillation
 from kvad.train.job import (
     METRICS,
+    RUN_FILE,
     Clock,
-    check_device,
     check_differences,
-    check_out,
-    holds_run,
-    nothing_left,
+    eventful,
     open_again,
     progress,
     teller,
 )
 from kvad.train.material import Material, Named, as_json, from_json, named_for
+from kvad.train.memory import within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import Optimization
+from kvad.train.refusals import check_machine, check_out, check_run, holds_run, nothing_left
 from kvad.train.reports import Callback, Outcome
+from kvad.train.saver import Moment, Saver
 from kvad.train.speed import refuse
+from kvad.train.toml import run_file
 from kvad.train.trainer import State, Trainer
 
-__all__ = ["resume", "stored_run", "train"]
+__all__ = ["resume", "stored_run", "subject_of", "train"]
 
 
 def train(
@@ -64,9 +67,9 @@ def train(
     """
     check_out(out, corpus, config.data.suffixes)
     earlier = holds_run(out, overwrite)
-    check_device(config.train.device)
+    check_machine(config.train)
     refuse(config.train)
-    opened, tokenizer = _opened(config)
+    opened, tokenizer = subject_of(config)
     tell = teller(callbacks)
     named = named_for("compress", corpus)
     material = Material(config, named, tell)
@@ -94,8 +97,8 @@ def resume(
     found = open_compressor(out)
     config, corpus, state = config or run_config, corpus or paths, _training(found)
     check_differences(run_config.to_dict(), config.to_dict())
-    check_device(config.train.device)
-    opened, tokenizer = _opened(config)
+    check_machine(config.train)
+    opened, tokenizer = subject_of(config)
     compressor = found.compressor(opened).requires_grad_(True)
     tell = teller(callbacks)
     named = named_for("compress", corpus)
@@ -109,10 +112,16 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
     """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
     found = open_compressor(out)
     state = _training(found).state
+    check_run(out)
     try:
         return RunConfig.from_dict(state["run"]), from_json(state["corpus"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{found.path}: its training state has no {error}") from error
+
+
+def _outgrown(state: State) -> MemoryPlanError:
+    hint = "the last checkpoint is whole; what takes less: a lower train.batch, a lower data.context"
+    return MemoryPlanError(f"out of memory in step {state.step + 1}", hint)
 
 
 def _training(found: StoredCompressor) -> Training:
@@ -121,7 +130,7 @@ def _training(found: StoredCompressor) -> Training:
     return found.training
 
 
-def _opened(config: RunConfig) -> tuple[Opened, Tokenizer]:
+def subject_of(config: RunConfig) -> tuple[Opened, Tokenizer]:
     """The model that is compressed, and its tokenizer, refused where they cannot be."""
     wanted = config.compress
     if wanted.model is None:
@@ -170,6 +179,7 @@ class _Run:
         if stored is not None:
             self.optimization.restore(stored.tensors)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
+        write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
         autocast = Autocast(resolve_precision(train.precision, train.device), train.device)
         aim = Distillation(self.model, self.compressor, self.config.compress, autocast)
         trainer = Trainer(
@@ -179,29 +189,40 @@ class _Run:
             self.material.data,
             train,
             state,
-            self._save,
-            callbacks=[metrics, *callbacks],
+            Saver(lambda: self._moment(state), self._write, beside=train.save_beside),
+            callbacks=[metrics, *eventful(self.out, train), *callbacks],
             clock=clock,
+            whence=self.material.whence,
         )
         try:
-            return trainer.fit()
+            with within(lambda: _outgrown(state)):
+                return trainer.fit()
         finally:
             metrics.close()
 
-    def _save(self, state: State) -> Path:
+    def _moment(self, state: State) -> Moment:
         content = progress(self.config, self.corpus, self.material, state)
-        wanted = self.config.compress
         training = Training(self.optimization.tensors(), content)
         with self.optimization.averaged():
-            path = save_compressor(
-                self.out,
-                state.step,
-                self.compressor,
-                self.made_for,
-                {"recent": wanted.recent, "sinks": wanted.sinks, "val_loss": state.val_loss},
-                training,
-                keep=self.config.train.keep,
-                fresh=self.fresh,
-            )
+            weights = self.compressor.state_dict()
+        best = state.best_step if self.config.train.keep_best else None
+        return Moment(state.step, weights, training, best)
+
+    def _write(self, moment: Moment) -> Path:
+        train, wanted = self.config.train, self.config.compress
+        said = {"ratio": self.compressor.ratio, "hidden": self.compressor.hidden}
+        said |= {"recent": wanted.recent, "sinks": wanted.sinks}
+        said |= {"val_loss": moment.training.state["progress"]["val_loss"]}
+        path = save_compressor(
+            self.out,
+            moment.step,
+            moment.weights,
+            self.made_for,
+            said,
+            moment.training,
+            keep=train.keep,
+            best=moment.best,
+            fresh=self.fresh,
+        )
         self.fresh = False
         return path

@@ -47,7 +47,11 @@ __all__ = [
 ]
 
 TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "compress", "lora")
-FREE = ("train.log_every", "train.eval_every", "train.save_every", "train.keep")  # may change on resume: no number does
+# What may change on resume, as no number does.
+FREE = tuple(
+    f"train.{key}"
+    for key in ("log_every", "eval_every", "save_every", "keep", "keep_best", "save_beside", "tensorboard")
+)
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,12 @@ class TrainConfig:
     machine multiplies bf16 natively, else fp32.  ``eval_tokens``: how much of the validation split an evaluation reads,
     evenly spread (0 = all of it).
 
+    ``keep``: how many of the newest checkpoints stay; ``keep_best``: and the one with the lowest validation loss, which
+    is saved when it is found.  ``save_beside``: from a copy, while training goes on (``saver.py``).
+
     ``recompute``: a layer's activations are computed again in the backward pass instead of kept.  ``compile``: the
-    model's training steps run through torch.compile.
+    model's training steps run through torch.compile.  ``tensorboard``: event files are written beside the metrics
+    (``events.py``).
     """
 
     steps: int | None = None
@@ -175,8 +183,11 @@ class TrainConfig:
     save_every: int = 500
     log_every: int = 10
     keep: int = 2
+    keep_best: bool = True
+    save_beside: bool = True
     recompute: bool = False
     compile: bool = False
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "eval_every", "save_every", "log_every", "keep"):

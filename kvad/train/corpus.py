@@ -80,6 +80,11 @@ class Corpus:
             found |= {"formats": sorted(formats), "field": self.field}
         return found
 
+    @property
+    def whole_files(self) -> bool:
+        """Whether every file is one document."""
+        return all(self._format_of(source.path) == "text" for source in self.sources)
+
     def _format_of(self, path: Path) -> str:
         found = format_of(path, self.format)
         return "lines" if self.lines and found == "text" else found

@@ -36,7 +36,7 @@ from kvad.errors import ConfigError, DataError, counted
 from kvad.train.config import RunConfig
 from kvad.train.mixture import Mixed, part_seed
 from kvad.train.packing import Fit, Packed, pack, windows
-from kvad.train.rows import Batch, Epochs, Row, RowSource, Segment, Shape, Use, collate, generator
+from kvad.train.rows import Batch, Epochs, Row, RowSource, Segment, Shape, Use, collate, generator, texts_of
 from kvad.train.store import Ints, TokenStore
 
 __all__ = [
@@ -130,6 +130,9 @@ class DocumentData:
         """Rows by number, as segments (``rows.py``)."""
         return self._rows.rows(numbers)
 
+    def texts_of(self, number: int) -> list[int]:
+        return texts_of(self._rows, number)
+
     def evaluation(self) -> Iterator[Batch]:
         data, train = self._data, self._train
         for starts, length in evaluation_rows(self.validation, data.context, train.eval_tokens, train.batch):
@@ -175,6 +178,10 @@ class CircleRows:
     def rows(self, numbers: Ints) -> list[Row]:
         return self._split.segments(self._order.at(numbers), self._context)
 
+    def texts_of(self, number: int) -> list[int]:
+        (start,) = self._order.at(np.array([number]))
+        return self._split.texts(int(start), self._context)
+
     def use(self) -> Use:
         rows, tokens = self._order.rows_per_epoch, len(self._split)
         return Use(rows, rows * self._context, rows * self._context, tokens - rows * self._context)
@@ -191,6 +198,12 @@ class FittedRows:
     def rows(self, numbers: Ints) -> list[Row]:
         epochs, rows = self._epochs.at(numbers)
         return [self._row(self._plan(int(epoch)), int(row)) for epoch, row in zip(epochs, rows, strict=True)]
+
+    def texts_of(self, number: int) -> list[int]:
+        (epoch,), (row,) = self._epochs.at(np.array([number]))
+        plan = self._plan(int(epoch))
+        pieces = plan.packed.pieces[plan.packed.first[row] : plan.packed.first[row + 1]]
+        return [self._split.text_at(int(plan.document[piece])) for piece in pieces]
 
     def use(self) -> Use:
         packed = self._plan(0).packed
@@ -268,6 +281,16 @@ class Split:
             spans = (slice(*pair) for pair in pairwise(cuts))
             found.append([Segment(tokens[row, span], targets[row, span]) for span in spans])
         return found
+
+    def texts(self, start: int, length: int) -> list[int]:
+        """The documents of the store that a row reads, in its order."""
+        at = (start + np.arange(length)) % len(self)
+        spans = np.searchsorted(self._starts, at, side="right") - 1
+        return list(dict.fromkeys(self.text_at(int(span)) for span in spans))
+
+    def text_at(self, span: int) -> int:
+        """The document of the store that a span is, or is a part of."""
+        return int(np.searchsorted(self.store.offsets, self._begin[span], side="right")) - 1
 
     def part(self, document: int, begin: int, end: int) -> Segment:
         """Tokens ``begin`` to ``end`` of a document; the target of the last one is what stands behind it."""

@@ -38,12 +38,14 @@ Reader = Callable[[Path], Iterator[Example[T] | None]]  # None: nothing to learn
 
 
 class Found(NamedTuple):
-    """What is in the files: examples in all, those held out (the last ones), and those left out."""
+    """What is in the files: examples in all, those held out (the last ones; ``files_held``: they are files of their
+    own), and those left out."""
 
     files: tuple[Source, ...]
     num_texts: int
     num_held: int
     skipped: int
+    files_held: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def find(paths: PairPaths, read: Reader[Any], noun: str, validation: float) -> F
             f"too few {noun}s: {counted(left, noun)} to train on and {num_held} for validation",
             f"{counted(skipped, noun)} had nothing to learn from" if skipped else "",
         )
-    return Found(tuple(files), sum(counts), num_held, skipped)
+    return Found(tuple(files), sum(counts), num_held, skipped, bool(paths.held))
 
 
 def labels_of(

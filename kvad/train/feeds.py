@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.opened import Opened
 from kvad.errors import ConfigError
 from kvad.text.base import Tokenizer
 from kvad.text.chat import ChatTemplate
 from kvad.train import spans
-from kvad.train.chats import CHATML, CHATML_TOKENS, open_chats
+from kvad.train.chats import CHATML, CHATML_TOKENS, chatml, open_chats
 from kvad.train.config import RunConfig
 from kvad.train.corpus import Corpus, Framer, Source
 from kvad.train.data import DocumentData, TrainingData
 from kvad.train.examples import ExampleCorpus
 from kvad.train.labelled import open_labelled
 from kvad.train.masking import HidingData, MaskedData, mask_token
+from kvad.train.objectives import EXAMPLES
 from kvad.train.pairs import ROLES, PairPaths
 from kvad.train.readers import Piece
 from kvad.train.spans import SpanData
@@ -71,8 +73,11 @@ class FramedCorpus:
         return self.documents.told()
 
 
-def open_examples(config: RunConfig, paths: PairPaths, saved: Path | None) -> ExampleCorpus[Any]:
-    """The examples of objective tag, classify or chat.  ``saved``: a checkpoint's folder with its chat template.
+def open_examples(
+    config: RunConfig, paths: PairPaths, saved: Path | None = None, start: Opened | None = None
+) -> ExampleCorpus[Any]:
+    """The examples of objective tag, classify or chat.  ``saved``: the folder of the run's own checkpoint, whose chat
+    template it goes on in; ``start``: the model that a run begins with.
 
     Raises DataError naming file and line.
     """
@@ -81,11 +86,12 @@ def open_examples(config: RunConfig, paths: PairPaths, saved: Path | None) -> Ex
         return open_tagging(paths, data.errors, data.validation)
     if wanted.kind == "classify":
         return open_labelled(paths, data.errors, data.validation, wanted.text_field, wanted.label_field)
-    return open_chats(paths, data.errors, data.validation, _template(config, saved))
+    return open_chats(paths, data.errors, data.validation, _template(config, saved, start))
 
 
-def _template(config: RunConfig, saved: Path | None) -> ChatTemplate:
-    """Of the checkpoint that goes on, of the file that is named, of the tokenizer's folder, or ChatML."""
+def _template(config: RunConfig, saved: Path | None, start: Opened | None) -> ChatTemplate:
+    """Of the run that goes on, of the file that is named, of the model that it began with or of the tokenizer's folder,
+    or ChatML."""
     found = None if saved is None else ChatTemplate.load(saved)
     if found is not None:
         return found
@@ -95,6 +101,9 @@ def _template(config: RunConfig, saved: Path | None) -> ChatTemplate:
             return ChatTemplate(Path(wanted).read_text("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"objective.template: cannot read {wanted}: {error}") from error
+    if start is not None:
+        found = ChatTemplate.load(start.words)
+        return ChatTemplate(chatml(start.tokenizer)) if found is None else found
     if tokenizer is None:
         return ChatTemplate(CHATML)
     folder = Path(tokenizer)
@@ -104,15 +113,15 @@ def _template(config: RunConfig, saved: Path | None) -> ChatTemplate:
     return found
 
 
-def feed(
-    store: TokenStore, config: RunConfig, texts: FramedCorpus | ExampleCorpus[Any], tokenizer: Tokenizer
-) -> TrainingData:
-    """The tokens of a run as an objective other than the next token reads them.  DataError where they are too few, or
-    of another tokenizer than the objective needs."""
+def feed(store: TokenStore, config: RunConfig, tokenizer: Tokenizer, *, held: int = 0, noun: str = "") -> TrainingData:
+    """The tokens of a run as an objective other than the next token reads them.  ``held``: of examples, how many of the
+    last ones are for validation; ``noun``: what one is called.
+
+    DataError where they are too few, or of another tokenizer than the objective needs."""
     wanted, train = config.objective, config.train
     rows = train.batch * train.accumulate
-    if isinstance(texts, ExampleCorpus):
-        data = TextData(store, config, texts.num_held, tokenizer.specials.pad or 0, texts.noun)
+    if wanted.kind in EXAMPLES:
+        data = TextData(store, config, held, tokenizer.specials.pad or 0, noun)
         return HidingData(data, tokenizer, wanted.hide, train.seed, rows) if wanted.hide else data
     if wanted.kind == "masked":
         mask_token(tokenizer)

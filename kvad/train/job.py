@@ -7,7 +7,8 @@
 An encoder-decoder (``RunConfig(model={"preset": "transformer-tiny"})``) is trained on pairs: the paths are TSV files,
 or the corpus is a :class:`~kvad.train.pairs.PairPaths`.  What else may be learned, and from what: ``objectives.py``.
 
-A run folder holds ``checkpoints/step-N/`` (each a whole checkpoint), ``data/`` (the tokens) and ``metrics.jsonl``.
+A run folder holds ``checkpoints/step-N/`` (each a whole checkpoint), ``data/`` (the tokens), ``metrics.jsonl`` and
+``run.toml`` (its configuration).
 ``LLM.load("runs/x")`` works from the first save on, at any moment.  What cannot be trained is refused before any of it
 is written, and the folders that were made for it go again.
 """
@@ -16,45 +17,47 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvad.checkpoint.folder import TRAINING, locate, read_json, steps_of
+from kvad.checkpoint.atomic import write_bytes
+from kvad.checkpoint.folder import TRAINING, locate, read_json
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import load
 from kvad.checkpoint.opened import Opened, Training, read_training
 from kvad.checkpoint.theirs import Layout, choose_layout
 from kvad.config import Classes, ModelConfig, meaning
-from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.errors import CheckpointError, ConfigError, MemoryPlanError
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
-from kvad.train.config import RunConfig, differences
+from kvad.train.config import RunConfig, TrainConfig, differences
+from kvad.train.events import Events
+from kvad.train.gauge import Gauge, gemm_peak
 from kvad.train.initial import initialise
 from kvad.train.material import Material, Named, as_json, from_json, named_for
-from kvad.train.memory import require
+from kvad.train.memory import outgrown, require, within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
-from kvad.train.pairs import PairPaths
+from kvad.train.refusals import check_machine, check_out, check_run, holds_run, nothing_left
 from kvad.train.reports import Callback, Outcome, Subject
+from kvad.train.saver import Moment, Saver
 from kvad.train.schedules import paced_by
 from kvad.train.speed import prepare
 from kvad.train.start import Adapters, Start, Whole, absolute, restored, start_again, start_of, whole_as
+from kvad.train.toml import run_file
 from kvad.train.trainer import State, Trainer
 
 __all__ = [
     "METRICS",
+    "RUN_FILE",
     "Clock",
-    "check_device",
     "check_differences",
-    "check_out",
-    "holds_run",
-    "nothing_left",
+    "eventful",
     "open_again",
     "progress",
     "resume",
@@ -64,7 +67,7 @@ __all__ = [
 ]
 
 METRICS = "metrics.jsonl"
-TEXTS = (".json", ".jsonl", ".svg")  # what a run's folder holds that a corpus would take for text
+RUN_FILE = "run.toml"
 Clock = Callable[[], float]
 
 
@@ -77,17 +80,19 @@ def train(
     available: int | None = None,
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
+    gauged: bool = False,
 ) -> Outcome:
     """Train a new model, or one that there is (``config.init``), on text files and folders, or on pairs of texts.
 
     ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).
-    ``available``: bytes that may be taken (None: nobody knows).  Raises UsageError, DataError, ConfigError,
+    ``available``: bytes that may be taken (None: nobody knows).  ``gauged``: a matrix product is measured before the
+    run begins, so that reports say its utilisation (``gauge.py``).  Raises UsageError, DataError, ConfigError,
     TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
     for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
         check_out(out, source, config.data.suffixes)
     earlier = holds_run(out, overwrite)
-    check_device(config.train.device)
+    check_machine(config.train)
     config = absolute(config)
     start = start_of(config)
     # before a tokenizer is trained for a model that cannot be
@@ -96,6 +101,8 @@ def train(
     config = fitting(config, kind)
     named = named_for(config.objective.kind, corpus)
     material = Material(config, named, tell, start=None if start is None else start.opened)
+    if start is not None:
+        start = start.answering(config.objective.kind, material.labels)
     tokenizer = material.make_tokenizer() if start is None else start.tokenizer
     model_config = material.shaped(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
     _check_memory(config, model_config, available, start)
@@ -111,8 +118,11 @@ def train(
         tell(line)
     if form is None:
         form = _form(model_config, material, tokenizer, tell)
+    elif material.talks:
+        form = form.talking(material.files(tokenizer), material.generation(tokenizer))
     run = _Run(config, named, out, model, tokenizer, material, form, fresh=earlier)
     run.begun = None if start is None else start.begun()
+    run.gauged = gauged
     return run.fit(State(), None, callbacks, clock)
 
 
@@ -124,6 +134,7 @@ def resume(
     available: int | None = None,
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
+    gauged: bool = False,
 ) -> Outcome:
     """Go on from the newest checkpoint of a run; to the bit where steps limit it (see ``trainer.py``).
 
@@ -145,11 +156,11 @@ def resume(
     config = fitting(config, checkpoint.config.kind)
     if start is None:
         _check_same(stored, config, checkpoint, tokenizer)
-    check_device(config.train.device)
+    check_machine(config.train)
     _check_memory(config, checkpoint.config, available, start)
     tell = teller(callbacks)
     named = named_for(config.objective.kind, corpus)
-    material = Material(config, named, tell, start=None if begun is None else checkpoint, template=checkpoint.path)
+    material = Material(config, named, tell, start=None if begun is None else checkpoint, template=locate(out))
     open_again(material, out, tokenizer, state, tell)
     torch.manual_seed(config.train.seed)
     if start is None:
@@ -162,8 +173,10 @@ def resume(
         form: Whole | Adapters = _form(checkpoint.config, material, tokenizer, tell)
     else:
         form = whole_as(checkpoint) if start is None else start.form()
+    if material.talks:
+        form = form.talking(material.files(tokenizer), material.generation(tokenizer))
     run = _Run(config, named, out, model, tokenizer, material, form)
-    run.begun = begun
+    run.begun, run.gauged = begun, gauged
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
 
 
@@ -172,6 +185,7 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
     path = locate(out)
     if not (path / TRAINING).is_dir():
         raise CheckpointError(f"{path} holds a model but no training state", "only a run of kvad train can go on")
+    check_run(out)
     state = read_json(path / TRAINING / "state.json")
     try:
         return RunConfig.from_dict(state["run"]), from_json(state["corpus"])
@@ -200,6 +214,7 @@ class _Run:
         self.optimization = Optimization(model, config.optim, config.train, model.config.width)
         self.form, self.fresh = form, fresh
         self.begun: dict[str, str] | None = None  # the model that it began with
+        self.gauged = False
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
         train = self.config.train
@@ -209,18 +224,40 @@ class _Run:
             if "rng_device" in stored.tensors:
                 torch.cuda.set_rng_state(stored.tensors["rng_device"], self.config.train.device)
         metrics = MetricsFile(self.out / METRICS, train.log_every)
-        heard = [metrics, *callbacks]
+        heard = [metrics, *eventful(self.out, train), *callbacks]
+        write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
         self._introduce(heard)
         sample = self.material.sampler(self.model, self.tokenizer)
         precision = resolve_precision(train.precision, train.device)
         objective = make_objective(self.config, self.model, Autocast(precision, train.device))
+        frozen = self.config.lora is not None
+        gauge = Gauge(self.model.config, gemm_peak(train.device, precision), frozen) if self.gauged else None
+        saver = Saver(lambda: self._moment(state), self._write, beside=train.save_beside)
         trainer = Trainer(
-            self.model, objective, self.optimization, self.material.data, train, state, self._save, sample, heard, clock
+            self.model,
+            objective,
+            self.optimization,
+            self.material.data,
+            train,
+            state,
+            saver,
+            sample,
+            heard,
+            clock,
+            gauge=gauge,
+            whence=self.material.whence,
         )
         try:
-            return trainer.fit()
+            with within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):
+                return trainer.fit()
         finally:
             metrics.close()
+
+    def _outgrown(self, where: str, *, half: bool) -> MemoryPlanError:
+        own = [parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad]
+        every = sum(parameter.numel() for parameter in self.model.parameters())
+        learned = None if self.config.lora is None else sum(own)
+        return outgrown(self.model.config, self.config, every, where, half=half, learned=learned)
 
     def _introduce(self, heard: Sequence[Callback]) -> None:
         def tell(method: str, report: object) -> None:
@@ -231,17 +268,20 @@ class _Run:
         for callback in heard:
             callback.on_model(Subject(self.model, self.tokenizer, said, self.material.data, tell))
 
-    def _save(self, state: State) -> Path:
+    def _moment(self, state: State) -> Moment:
         tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
         if torch.device(self.config.train.device).type == "cuda":
             tensors["rng_device"] = torch.cuda.get_rng_state(self.config.train.device)
         content = progress(self.config, self.corpus, self.material, state)
         if self.begun is not None:
             content["init"] = self.begun
-        training = Training(tensors, content)
-        keep = self.config.train.keep
         with self.optimization.averaged():
-            path = self.form.save(self.out, state.step, self.model, training, keep=keep, fresh=self.fresh)
+            weights = self.form.weights(self.model)  # those of then, also when the block is left
+        best = state.best_step if self.config.train.keep_best else None
+        return Moment(state.step, weights, Training(tensors, content), best)
+
+    def _write(self, moment: Moment) -> Path:
+        path = self.form.save(self.out, moment, keep=self.config.train.keep, fresh=self.fresh)
         self.fresh = False
         return path
 
@@ -289,16 +329,6 @@ def check_differences(stored: dict[str, Any], wanted: dict[str, Any]) -> None:
         raise ConfigError(f"cannot resume with another configuration: {'; '.join(found)}", "start a new run for that")
 
 
-def holds_run(out: Path, overwrite: bool) -> bool:
-    """Whether a folder holds a run already.  UsageError where it may not give way."""
-    earlier = steps_of(out)
-    if earlier and not overwrite:
-        raise UsageError(
-            f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
-        )
-    return bool(earlier)
-
-
 def open_again(
     material: Material, out: Path, tokenizer: Tokenizer, state: Training, tell: Callable[[str], None]
 ) -> None:
@@ -325,37 +355,6 @@ def progress(config: RunConfig, corpus: Any, material: Material, state: State) -
     }
 
 
-def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
-    """A folder, or none yet, that no corpus of folders would read as text in a later run."""
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir():
-        raise UsageError(f"{there} is a file, and a run needs a folder", "choose another folder for --out")
-    if suffixes and not set(suffixes) & set(TEXTS):
-        return
-    for folder in () if isinstance(corpus, PairPaths) else corpus:
-        if not folder.is_dir() or not out.resolve().is_relative_to(folder.resolve()):
-            continue
-        inside = out.resolve().relative_to(folder.resolve())
-        if not any(part.startswith(".") for part in inside.parts):  # a corpus leaves hidden folders out
-            raise UsageError(
-                f"{out} lies inside the corpus {folder}: a later run would read this one's files as text",
-                "choose another --out, or say which files are text with --suffix",
-            )
-
-
-@contextmanager
-def nothing_left(out: Path) -> Iterator[None]:
-    """If the block fails, the folders that it made on the way to ``out`` go again, as far as they are empty."""
-    missing = [path for path in (out, *out.parents) if not path.exists()]
-    try:
-        yield
-    except BaseException:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
-        raise
-
-
 def _check_memory(config: RunConfig, model: ModelConfig, available: int | None, start: Start | None) -> None:
     device, precision = config.train.device, config.train.precision
     with torch.device("meta"):
@@ -368,12 +367,9 @@ def _check_memory(config: RunConfig, model: ModelConfig, available: int | None, 
         require(model, config, parameters, available, half=half, learned=learned)
 
 
-def check_device(device: str) -> None:
-    """ConfigError for one that cannot be used."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"train.device: {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+def eventful(out: Path, train: TrainConfig) -> list[Callback]:
+    """What writes TensorBoard's files, where they are asked for."""
+    return [Events(out, train.log_every)] if train.tensorboard else []
 
 
 def teller(callbacks: Sequence[Callback]) -> Callable[[str], None]:

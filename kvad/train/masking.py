@@ -20,6 +20,7 @@ import torch
 from kvad.errors import DataError
 from kvad.text.base import Tokenizer
 from kvad.train.data import Batch, TrainingData
+from kvad.train.rows import texts_of
 from kvad.train.store import Ints
 
 __all__ = ["EVALUATION", "TRAINING", "HidingData", "MaskedData", "draws", "mask_token", "masked_row"]
@@ -91,6 +92,9 @@ class HidingData:
     def evaluation(self) -> Iterator[Batch]:
         return self._texts.evaluation()
 
+    def texts_of(self, number: int) -> list[int]:
+        return texts_of(self._texts, number)
+
     def told(self) -> list[str]:
         return [*self._texts.told(), f"hidden: {self._share:.0%} of the tokens in training, drawn anew each time"]
 
@@ -106,6 +110,7 @@ class MaskedData:
         self._choices: Ints = np.setdiff1d(np.arange(tokenizer.vocab_size), self._special)
         self.train_tokens, self.validation_tokens = rows.train_tokens, rows.validation_tokens
         self.tokens_per_step = round(density * rows.tokens_per_step)
+        self.read_per_step = rows.tokens_per_step
 
     def micro_batches(self, step: int) -> list[Batch]:
         number, batches = step * self._step_rows, []
@@ -119,6 +124,9 @@ class MaskedData:
         for batch in self._rows.evaluation():
             yield self._hidden(batch, EVALUATION, number)
             number += sum(lane.rows for lane in batch.step.lanes)
+
+    def texts_of(self, number: int) -> list[int]:
+        return texts_of(self._rows, number)
 
     def told(self) -> list[str]:
         return [

@@ -15,6 +15,7 @@ from kvad.checkpoint.opened import Opened
 from kvad.config import ModelConfig
 from kvad.errors import ConfigError, DataError, UsageError, counted
 from kvad.model.transformer import Transformer
+from kvad.text.chat import ChatTemplate
 from kvad.text.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from kvad.train.chats import ChatCorpus
 from kvad.train.config import RunConfig
@@ -28,6 +29,7 @@ from kvad.train.pair_data import PairData
 from kvad.train.pairs import PairCorpus, PairPaths, generation_of, open_pairs
 from kvad.train.prepared import Prepared, asked_for, is_prepared
 from kvad.train.reports import Sample
+from kvad.train.rows import texts_of
 from kvad.train.samples import greedy
 from kvad.train.sampling import SampledPairs
 from kvad.train.start import said_by
@@ -39,6 +41,7 @@ __all__ = ["Material", "Named", "as_json", "from_json", "named_for"]
 FRAMED = ("masked", "spans")  # objectives that read documents in a frame of their own
 AnyTexts = Corpus | PairCorpus | Prepared | FramedCorpus | ExampleCorpus[Any]
 Named = Sequence[Path] | PairPaths  # what a user names: files and folders of documents, or files of pairs
+NAMED = 8  # texts that a message names
 EXAMPLES = 3  # held-out sources that are answered at every evaluation
 
 
@@ -82,21 +85,20 @@ class Material:
         template: Path | None = None,
     ) -> None:
         """``named`` is empty where ``data.sources`` names a mixture.  ``start``: what the run began with, if it was
-        trained before; ``template``: of chat, the folder of a checkpoint with the chat template, if that is another.
+        trained before; ``template``: of chat, the folder of the run's own checkpoint, whose template it goes on in.
 
         Raises DataError for what cannot be read, UsageError and ConfigError for what cannot be meant.
         """
         if config.objective.kind == "auto":  # nobody has asked the model: what is named says it
             config = fitting(config, "encoder-decoder" if isinstance(named, PairPaths) else "decoder")
         self._config, self._tell = config, tell
-        self._said = None if start is None else said_by(start)
+        self._said, self._start = None if start is None else said_by(start), start
         kind = config.objective.kind
         self.pairs = isinstance(named, PairPaths) and kind not in OF_EXAMPLES
-        self._alone: FramedCorpus | ExampleCorpus[Any] | None = None
+        self._alone: FramedCorpus | ExampleCorpus[Any] | Prepared | None = None
         if kind in OF_EXAMPLES or kind in FRAMED:
             _check_alone(config)
-            folder = start.path if template is None and start is not None else template
-            self._alone = self._open_alone(named, folder)
+            self._alone = self._open_alone(named, template, start)
             self._weights, self._groups = [1.0], list[list[AnyTexts]]([[self._alone]])
         else:
             groups = _groups(config, named)
@@ -105,16 +107,31 @@ class Material:
         for texts in self._all:
             tell(texts.told())
 
-    def _open_alone(self, named: Named, template: Path | None) -> FramedCorpus | ExampleCorpus[Any]:
+    def _open_alone(
+        self, named: Named, template: Path | None, start: Opened | None
+    ) -> FramedCorpus | ExampleCorpus[Any] | Prepared:
         """The one corpus of an objective that asks other things than the next token."""
         config, data = self._config, self._config.data
+        paths = [path for item in named.files for path in item] if isinstance(named, PairPaths) else list(named)
+        if any(map(is_prepared, paths)):
+            held = named.held if isinstance(named, PairPaths) else ()
+            if len(paths) > 1 or held:
+                raise UsageError(
+                    f"{next(filter(is_prepared, paths))} is prepared, and objective {config.objective.kind} reads one "
+                    "corpus",
+                    "name it alone; files held out are named when it is prepared",
+                )
+            prepared = Prepared(paths[0])
+            prepared.check_kind(config.objective.kind)
+            prepared.check_held(data)
+            return prepared
         if config.objective.kind in OF_EXAMPLES:
             assert isinstance(named, PairPaths), "named_for has looked"
             if data.suffixes:
                 raise ConfigError("data.suffixes: examples come from files that are named", "leave --suffix out")
             if data.documents == "lines":
                 raise ConfigError("data.documents: examples are lines anyway", "leave it out")
-            return open_examples(config, named, template)
+            return open_examples(config, named, template, start)
         assert not isinstance(named, PairPaths), "named_for has looked"
         return FramedCorpus(self._open_corpus(named, hashed=True), config.objective.kind == "spans")
 
@@ -126,21 +143,12 @@ class Material:
     def _prepared(self) -> list[Prepared]:
         return [texts for texts in self._all if isinstance(texts, Prepared)]
 
-    def only(self) -> Corpus | PairCorpus:
+    def only(self) -> Corpus | PairCorpus | FramedCorpus | ExampleCorpus[Any]:
         """The texts, where they are one corpus that is not prepared; else UsageError."""
         (texts,) = self._all if len(self._all) == 1 else (None,)
         if texts is None or isinstance(texts, Prepared):
             raise UsageError("prepared data is among what is named, and only texts can be prepared", "leave it out")
-        if not _is_raw(texts):
-            kind = self._config.objective.kind
-            raise UsageError(f"objective.kind: {kind} reads its texts in a form of its own", "kvad train prepares them")
         return texts
-
-    def checked(self) -> DocumentData | PairData | SequentialData:
-        """The data of an opened run, as ``check.py`` asks it."""
-        if not isinstance(self.data, (DocumentData, PairData, SequentialData)):
-            raise UsageError(f"objective.kind: {self._config.objective.kind} cannot be checked", "next-token can")
-        return self.data
 
     def damaged(self) -> list[Path]:
         """Files of prepared data that are not what their manifest says; reads all of them."""
@@ -213,11 +221,31 @@ class Material:
         for line in (first + note, *more):
             self._tell(line)
 
-    def _open_fed(self, folder: Path, texts: FramedCorpus | ExampleCorpus[Any], tokenizer: Tokenizer) -> str:
-        def read(store: TokenStore) -> None:
-            self.data = feed(store, self._config, texts, tokenizer)
+    def _open_fed(self, folder: Path, texts: FramedCorpus | ExampleCorpus[Any] | Prepared, tokenizer: Tokenizer) -> str:
+        held, noun = (0, "") if isinstance(texts, FramedCorpus) else (texts.num_held, texts.noun)
 
+        def read(store: TokenStore) -> None:
+            self.data = feed(store, self._config, tokenizer, held=held, noun=noun)
+
+        if isinstance(texts, Prepared):
+            read(texts.store)
+            return ""
         return ", found on disk" if open_store(folder, texts, tokenizer, accept=read)[1] else ""
+
+    def whence(self, numbers: range) -> str:
+        """The texts of these rows of the run, and their files where every file is one: "document 3 (b.txt)"; "" of
+        data that cannot tell."""
+        found = sorted({text for number in numbers for text in texts_of(self.data, number)})
+        if not found:
+            return ""
+        noun = "pair" if self.pairs else "document"
+        noun = self._alone.noun if isinstance(self._alone, (ExampleCorpus, Prepared)) else noun
+        names = [str(text + 1) for text in found]
+        (texts,) = self._all if len(self._all) == 1 else (None,)
+        corpus = texts.documents if isinstance(texts, FramedCorpus) else texts
+        if isinstance(corpus, Corpus) and corpus.whole_files:
+            names = [f"{text + 1} ({corpus.sources[text].name})" for text in found]
+        return f"{noun}{'s' * (len(names) > 1)} {', '.join(names[:NAMED])}{', ...' * (len(names) > NAMED)}"
 
     def position(self) -> list[list[int]] | None:
         """Where data that is read in its order stands; a checkpoint keeps it for :meth:`seek`."""
@@ -228,10 +256,19 @@ class Material:
             self.data.seek(position)
 
     def generation(self, tokenizer: Tokenizer) -> Generation:
-        """What a checkpoint says about generating."""
+        """What a checkpoint says about generating; a model that goes on to talk also ends with what ends its turns."""
         if self._said is not None:
-            return self._said
+            ends = generation_for(self.data, tokenizer).stops if self.talks else ()
+            return replace(self._said, stops=(*self._said.stops, *(end for end in ends if end not in self._said.stops)))
         return generation_of(tokenizer) if self.pairs else generation_for(self.data, tokenizer)
+
+    @property
+    def talks(self) -> bool:
+        """Whether a model that goes on is trained in another chat template than its own."""
+        if self._config.objective.kind != "chat" or self._start is None:
+            return False
+        given = isinstance(self._alone, Prepared) or self._config.objective.template is not None
+        return given or ChatTemplate.load(self._start.words) is None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -240,6 +277,8 @@ class Material:
 
     def files(self, tokenizer: Tokenizer) -> dict[str, bytes]:
         """What lies in a checkpoint beside the model, by its name: the chat template."""
+        if isinstance(self._alone, Prepared):
+            return self._alone.template_files()
         texts = self._alone.template_files(tokenizer) if isinstance(self._alone, ChatCorpus) else {}
         return {name: text.encode() for name, text in texts.items()}
 
@@ -273,9 +312,9 @@ class Material:
         found: list[AnyTexts] = []
         for folder in folders:
             prepared = Prepared(folder)
-            if prepared.pairs != self.pairs:
-                held, wanted = ("pairs", "documents") if prepared.pairs else ("documents", "pairs")
-                raise DataError(f"{folder} holds {held}, and this model reads {wanted}", "prepare them for it")
+            prepared.check_kind(self._config.objective.kind)
+            if self.pairs and self._said is not None:
+                _check_framed(prepared, self._said)
             found.append(prepared)
         if isinstance(group, PairPaths):
             rest = PairPaths(tuple(item for item in group.files if item[0] not in folders), group.held)
@@ -361,6 +400,17 @@ class Material:
     def _sequential(self, units: Sequence[Units], pad: int, what: str) -> SequentialData:
         sources = list(zip(units, self._weights, strict=True))
         return SequentialData(sources, self._config, pad, pairs=self.pairs, what=what, vocab=self._vocab)
+
+
+def _check_framed(prepared: Prepared, said: Generation) -> None:
+    """DataError where a model that there is reads and writes pairs otherwise than one that begins: its targets open, or
+    a side ends, with other tokens."""
+    made = generation_of(prepared.tokenizer)
+    if (said.start, said.source_end, said.stops[:1]) != (made.start, made.source_end, made.stops[:1]):
+        raise DataError(
+            f"{prepared.folder} frames its pairs for a model that begins, and this one has its own tokens around them",
+            "name the files of pairs themselves",
+        )
 
 
 def _is_raw(texts: AnyTexts) -> TypeGuard[Corpus | PairCorpus]:

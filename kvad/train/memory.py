@@ -8,6 +8,8 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
                              AdamW's share, with Adafactor 8 P (12 P with beta1); 4 P more for a moving average of the
                              weights, 4 P k for the last k.  Beside frozen weights these are 4 P, and the rest (12 L and
                              the like) L of the parameters being adapters'
+    copy         12 P        of what is saved, with train.save_beside: weights and moments; with averages what they
+                             hold and 4 P more.  Beside frozen weights 12 L
     rows         48 T A      tokens, positions, documents, limits, wanted, targets: int64, all micro-batches at once
                              an encoder-decoder's sources 32 T A beside them
     activations  4 T x       what the backward pass of one micro-batch needs, float32; under bf16 0.6 of it, + 2 P for
@@ -15,7 +17,7 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
                                  5 E (4 E where norms come after) + (H + K) D (twice that where it is rotated)
                                  + 2 H Dv + K Dv + 4 F (2 F where the MLP has no gate, F with ReLU)
                                  + 4 H S where attention makes its scores (softcap, sink logits), H S with a bias
-                                 or where Dv is not D
+                                 or Dv other than D
                              and, where a layer attends to a source, that attention's share and 2 E more;
                              with dropout of its weights, attention makes its scores, and H S more are the mask.
                              S once for all layers, the mask of packed rows (3 S with an encoder and a decoder).
@@ -30,11 +32,14 @@ No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from kvad.config import Attention, Classes, Gated, Layer, ModelConfig, Rope, Stack, head_dim, table_width
 from kvad.errors import MemoryPlanError, counted
 from kvad.train.config import RunConfig
 
-__all__ = ["require", "state_bytes", "training_bytes"]
+__all__ = ["outgrown", "require", "shown", "state_bytes", "training_bytes", "training_parts", "within"]
 
 LOGITS = 1 << 24  # SLICE of ops/entropy.py, which imports torch; a test holds them equal
 FROZEN = 0.7  # adapters beside q and v; of test_memory.py's shapes 0.67 to 0.95, and 0.81 to 1.09 beside all
@@ -52,6 +57,19 @@ def training_bytes(
 ) -> int:
     """Bytes that training takes at least with micro-batches of ``batch`` rows; ``half``: under bf16 autocast;
     ``learned``: how many of the parameters are trained (None: all)."""
+    return sum(training_parts(model, run, parameters, batch, half=half, learned=learned).values())
+
+
+def training_parts(
+    model: ModelConfig,
+    run: RunConfig,
+    parameters: int,
+    batch: int,
+    *,
+    half: bool = False,
+    learned: int | None = None,
+) -> dict[str, int]:
+    """The same by what it is for."""
     tokens = batch * run.data.context
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     layers = [(stack, stack.layer(index)) for stack in stacks for index in range(stack.layers)]
@@ -64,8 +82,18 @@ def training_bytes(
     kept = kept if learned is None else int(FROZEN * kept)
     activations = int(HALF * kept) + 2 * parameters if half else kept
     row = 48 if len(stacks) == 1 else 80
-    state = state_bytes(model, run, parameters, learned)
-    return state + row * tokens * run.train.accumulate + activations + logits
+    own = parameters if learned is None else learned
+    optimizer = state_bytes(model, run, parameters, learned) - 4 * (parameters + own)
+    averaged = run.optim.ema > 0 or run.optim.average > 0
+    return {
+        "weights": 4 * parameters,
+        "gradients": 4 * own,
+        "optimizer": optimizer,
+        "copy": optimizer + 4 * own * (1 + averaged) if run.train.save_beside else 0,
+        "rows": row * tokens * run.train.accumulate,
+        "activations": activations,
+        "logits": logits,
+    }
 
 
 def state_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: int | None = None) -> int:
@@ -128,13 +156,52 @@ def require(
     hint = f"what would fit: --batch {low} (more rows to a step: --accumulate)"
     if not run.train.recompute:
         hint += "; --set train.recompute=true keeps fewer activations"
-    state = _shown(state_bytes(model, run, parameters, learned))
+    if run.train.save_beside:
+        hint += "; train.save_beside=false keeps no copy of what is saved"
+    state = shown(state_bytes(model, run, parameters, learned))
     raise MemoryPlanError(
         f"training on {counted(batch, 'row')} of {counted(run.data.context, 'token')} at a time needs about "
-        f"{_shown(need(batch))} (weights, gradients and moments {state}) and {_shown(available)} is available",
+        f"{shown(need(batch))} (weights, gradients and moments {state}) and {shown(available)} is available",
         hint if low else "not even --batch 1 fits: a smaller --context, --accumulate or model would",
     )
 
 
-def _shown(num_bytes: int) -> str:
+def outgrown(
+    model: ModelConfig,
+    run: RunConfig,
+    parameters: int,
+    where: str,
+    *,
+    half: bool = False,
+    learned: int | None = None,
+) -> MemoryPlanError:
+    """What to say of memory that ran out after all: the plan, and what to lower."""
+    train = run.train
+    planned = training_parts(model, run, parameters, train.batch, half=half, learned=learned)
+    told = ", ".join(f"{name} {shown(size)}" for name, size in planned.items() if size)
+    ways = ["a lower train.batch (more rows to a step: train.accumulate)"] * (train.batch > 1)
+    ways += ["a lower data.context"] + ["train.recompute=true"] * (not train.recompute)
+    ways += ["train.precision=bf16"] * (not half) + ["train.save_beside=false"] * train.save_beside
+    return MemoryPlanError(
+        f"out of memory {where}, with {counted(train.batch, 'row')} of {counted(run.data.context, 'token')} at a time; "
+        f"planned were {shown(sum(planned.values()))}: {told}",
+        f"the last checkpoint is whole; what takes less: {', '.join(ways)}",
+    )
+
+
+@contextmanager
+def within(say: Callable[[], MemoryPlanError]) -> Iterator[None]:
+    """What runs out of memory in the block is raised as ``say`` has it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors, on a GPU one of their own
+        text = str(error)
+        torchs = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
+        if not (isinstance(error, MemoryError) or torchs or "not enough memory" in text):
+            raise
+        raise say() from error
+
+
+def shown(num_bytes: int) -> str:
+    """``12.5 MiB``."""
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

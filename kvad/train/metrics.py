@@ -1,8 +1,8 @@
 """What a run measures: a JSONL file that survives kills, and a steady estimate of speed.
 
 One JSON object per line; ``kind`` is ``run`` (what is trained, and where), ``step``, ``eval``, ``samples`` (what a
-few held-out sources become), ``measured`` (what a listener found out) or ``end``.  After a resume the file says what
-an uninterrupted run's would: lines of steps that are to be done again are dropped first.
+few held-out sources become), ``measured`` (what a listener found out), ``warning`` or ``end``.  After a resume the file
+says what an uninterrupted run's would: lines of steps that are to be done again are dropped first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvad.checkpoint.atomic import refused, write_bytes
-from kvad.train.reports import Callback, EvalReport, MeasuredReport, Outcome, SamplesReport, StartReport, StepReport
+from kvad.train.reports import (
+    Callback,
+    EvalReport,
+    MeasuredReport,
+    Outcome,
+    SamplesReport,
+    StartReport,
+    StepReport,
+    WarningReport,
+)
 
 __all__ = ["MetricsFile", "Speed", "read_metrics"]
 
@@ -60,6 +69,9 @@ class MetricsFile(Callback):
     def on_measured(self, report: MeasuredReport) -> None:
         self._write("measured", {"step": report.step, "what": report.what, **report.values})
 
+    def on_warning(self, report: WarningReport) -> None:
+        self._write("warning", dataclasses.asdict(report))
+
     def on_end(self, outcome: Outcome) -> None:
         if outcome.reason == "done":
             self._write("end", {**dataclasses.asdict(outcome), "checkpoint": outcome.checkpoint.name})
@@ -89,20 +101,25 @@ def _lines(contents: Iterable[dict[str, Any]]) -> str:
 
 
 class Speed:
-    """Tokens per second and seconds per step, as a mean in which the last dozen steps or so count."""
+    """Tokens and FLOPs per second and seconds per step, as a mean in which the last dozen steps or so count."""
 
     def __init__(self, keep: float = 0.92) -> None:
         self._keep, self._weight = keep, 0.0
-        self._tokens = self._seconds = 0.0
+        self._tokens = self._seconds = self._flops = 0.0
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: int, seconds: float, flops: int = 0) -> None:
         self._weight = self._weight * self._keep + 1
         self._tokens = self._tokens * self._keep + tokens
+        self._flops = self._flops * self._keep + flops
         self._seconds = self._seconds * self._keep + seconds
 
     @property
     def tokens_per_second(self) -> float:
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def flops_per_second(self) -> float:
+        return self._flops / self._seconds if self._seconds > 0 else 0.0
 
     @property
     def seconds_per_step(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvad.train.rows import Row, RowSource, generator
+from kvad.train.rows import Row, RowSource, generator, texts_of
 from kvad.train.store import Ints
 
 __all__ = ["BLOCK", "Mixed", "part_seed"]
@@ -35,6 +35,10 @@ class Mixed:
             for at, row in zip(mine.tolist(), self._sources[source].rows(inside[mine]), strict=True):
                 found[at] = row
         return found
+
+    def texts_of(self, number: int) -> list[int]:
+        which, inside = (int(found[0]) for found in self.assign(np.array([number])))
+        return texts_of(self._sources[which], inside)
 
     def assign(self, numbers: Ints) -> tuple[Ints, Ints]:
         """The source of each row, and its number among that source's rows, [n] each."""

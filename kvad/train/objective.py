@@ -36,6 +36,7 @@ __all__ = [
     "Measured",
     "NextToken",
     "Objective",
+    "asked_logits",
     "backward",
     "loss_of",
     "measure",
@@ -183,6 +184,12 @@ def slices(model: Transformer, hidden: Tensor, at: Tensor, autocast: Autocast) -
         with autocast():
             logits = model.logits(hidden, some)
         yield logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def asked_logits(model: Transformer, batch: Batch, memory: Memory) -> Tensor:
+    """[N, C]: what the model says where the batch asks, one row per target."""
+    read = _read(model, model(batch.step, memory), batch.step)
+    return torch.cat([logits for logits, _ in _asked(model, read, batch, Autocast("fp32", "cpu"))])
 
 
 def _asked(model: Transformer, read: Tensor, batch: Batch, autocast: Autocast) -> Iterator[tuple[Tensor, Tensor]]:

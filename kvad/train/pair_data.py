@@ -27,7 +27,7 @@ from kvad.train.config import DataConfig, RunConfig
 from kvad.train.data import Part, shape_of
 from kvad.train.mixture import Mixed, part_seed
 from kvad.train.packing import Fit, pack
-from kvad.train.rows import Batch, Epochs, Row, RowSource, Segment, Shape, Use, collate, generator
+from kvad.train.rows import Batch, Epochs, Row, RowSource, Segment, Shape, Use, collate, generator, texts_of
 from kvad.train.store import Ints, TokenStore
 
 __all__ = ["PairData", "PairRows", "fit_of"]
@@ -79,6 +79,11 @@ class PairRows:
         """The pairs of the given rows."""
         return [[self._segment(int(pair)) for pair in self._pairs[self._first[r] : self._first[r + 1]]] for r in rows]
 
+    def pairs_of(self, row: int) -> list[int]:
+        """By their place in the store."""
+        found: list[int] = self._pairs[self._first[row] : self._first[row + 1]].tolist()
+        return found
+
     def _segment(self, pair: int) -> Segment:
         begin, middle, end = self._store.offsets[2 * pair : 2 * pair + 3].tolist()
         both = self._store.take(np.arange(begin, end))
@@ -95,6 +100,9 @@ class _Epochs:
 
     def rows(self, numbers: Ints) -> list[Row]:
         return self._pairs.segments(self._epochs.at(numbers)[1])
+
+    def texts_of(self, number: int) -> list[int]:
+        return self._pairs.pairs_of(int(self._epochs.at(np.array([number]))[1][0]))
 
 
 class PairData:
@@ -170,6 +178,9 @@ class PairData:
     def rows(self, numbers: Ints) -> list[Row]:
         """Rows by number, as segments (``rows.py``)."""
         return self._rows.rows(numbers)
+
+    def texts_of(self, number: int) -> list[int]:
+        return texts_of(self._rows, number)
 
     def evaluation(self) -> Iterator[Batch]:
         """All rows, or as many, evenly spread, as have ``eval_tokens`` targets."""

@@ -1,7 +1,12 @@
 """Prepared data: a folder with tokens and the tokenizer that made them, ready for any number of runs.
 
-    DIR/manifest.json  offsets.bin  tokens-00000.bin ...     a store (``store.py``)
+    DIR/manifest.json  offsets.bin  tokens-00000.bin ...     a store (``store.py``), with its columns
     DIR/tokenizer/                                            the tokenizer, as checkpoints hold it
+    DIR/template/                                             of conversations: the chat template, the same way
+
+``kind`` in the manifest says what is in it: "documents" (each opened by the separator), "pairs", or the objective whose
+form they have: masked and spans frame documents otherwise, tag, classify and chat are examples with a column.  Examples
+keep what was held out when they were prepared, for their labels are those of the rest.
 
 A run is given the folder in the place of texts.  It is refused where the tokenizer is no longer the one that made the
 tokens, where a token lies beyond the vocabulary, and where files are missing or cut.
@@ -15,18 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from kvad.checkpoint.atomic import new_folder
-from kvad.errors import DataError, UsageError, counted
+from kvad.errors import ConfigError, DataError, UsageError, counted
 from kvad.schema import to_dict
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
-from kvad.train.config import RunConfig, TokenizerConfig
+from kvad.train.chats import ChatCorpus
+from kvad.train.columns import column_sizes
+from kvad.train.config import DataConfig, RunConfig, TokenizerConfig
 from kvad.train.corpus import Corpus
+from kvad.train.examples import ExampleCorpus
+from kvad.train.feeds import FramedCorpus
 from kvad.train.pairs import PairCorpus
 from kvad.train.store import MANIFEST, OFFSETS, Progress, TokenStore, fill_store
 
 __all__ = ["Prepared", "asked_for", "check_free", "is_prepared", "prepare"]
 
 VERSION = 1
-TOKENIZER = "tokenizer"
+TOKENIZER, TEMPLATE = "tokenizer", "template"
+HOLDS = {"next-token": "documents", "compress": "documents", "seq2seq": "pairs"}  # others: by their objective's name
+
+AnyCorpus = Corpus | PairCorpus | FramedCorpus | ExampleCorpus[Any]
 
 
 class Prepared:
@@ -43,34 +55,73 @@ class Prepared:
         except (KeyError, TypeError) as error:
             raise DataError(f"{wrong}: its manifest is damaged ({error})", "prepare it again") from None
         self.tokenizer: Tokenizer = load_tokenizer(folder / TOKENIZER)
-        self.check(self.tokenizer, f"{folder / TOKENIZER} is")
         self.store = TokenStore(folder, self.manifest)
+        self.check(self.tokenizer, f"{folder / TOKENIZER} is")
+
+    @property
+    def kind(self) -> str:
+        """What it holds: "documents", "pairs", or the objective whose form it has."""
+        return str(self.manifest["kind"])
 
     @property
     def pairs(self) -> bool:
-        return bool(self.manifest["kind"] == "pairs")
+        return self.kind == "pairs"
 
     @property
     def num_held(self) -> int:
-        """Pairs at the end that are for validation only."""
+        """Pairs or examples at the end that are for validation only."""
         return int(self.manifest["held"])
+
+    @property
+    def noun(self) -> str:
+        """What one text of it is called."""
+        return str(self.manifest.get("noun", "pair" if self.pairs else "document"))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Of tags and labelled texts, the names of the labels; else ()."""
+        return tuple(self.manifest.get("labels", ()))
+
+    def template_files(self) -> dict[str, bytes]:
+        """Of conversations, the files of the chat template that rendered them, as a checkpoint holds them."""
+        folder = self.folder / TEMPLATE
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.jinja")}
+
+    def check_kind(self, objective: str) -> None:
+        """DataError where it holds another thing than ``objective`` reads."""
+        wanted = HOLDS.get(objective, objective)
+        if self.kind != wanted:
+            named = ("documents", "pairs")
+            held = self.kind if self.kind in named else f"{self.noun}s for objective {self.kind}"
+            reads = f"this model reads {wanted}" if wanted in named else f"objective {objective} has a form of its own"
+            raise DataError(f"{self.folder} holds {held}, and {reads}", f"prepare them with --objective {objective}")
+
+    def check_held(self, data: DataConfig) -> None:
+        """ConfigError where a run asks for another share of examples than was held out."""
+        share = self.manifest.get("validation")
+        if share is not None and data.validation not in (share, DataConfig().validation):
+            raise ConfigError(
+                f"data.validation: {data.validation}, and {self.folder} holds out a share of {share}",
+                "leave it out, or prepare the files again with another",
+            )
 
     def check(self, tokenizer: Tokenizer, named: str) -> None:
         """DataError where ``tokenizer`` did not make these tokens; ``named``: "the run's tokenizer is"."""
         if tokenizer.fingerprint() != self.manifest["tokenizer"]:
             raise DataError(f"{named} not the tokenizer that made the tokens of {self.folder}", "prepare it again")
         if self.manifest["largest"] >= tokenizer.vocab_size:
+            place = self.store.place_beyond(tokenizer.vocab_size)
             raise DataError(
                 f"{self.folder} holds token id {self.manifest['largest']:,}, beyond the vocabulary of "
-                f"{tokenizer.vocab_size:,}",
+                f"{tokenizer.vocab_size:,}{f': the first is {place}' if place else ''}",
                 "prepare it again",
             )
 
     def told(self) -> str:
         """One line about it."""
-        count = self.manifest["documents"]
-        texts = counted(count // 2, "pair") if self.pairs else counted(count, "document")
-        return f"prepared: {self.folder}, {self.manifest['tokens']:,} tokens in {texts}"
+        texts = counted(self.manifest["documents"] // (2 if self.pairs else 1), self.noun)
+        held = f", {self.num_held:,} of them for validation" if self.num_held else ""
+        return f"prepared: {self.folder}, {self.manifest['tokens']:,} tokens in {texts}{held}"
 
 
 def is_prepared(path: Path) -> bool:
@@ -83,7 +134,7 @@ def is_prepared(path: Path) -> bool:
 
 def prepare(
     config: RunConfig,
-    texts: Corpus | PairCorpus,
+    texts: AnyCorpus,
     tokenizer: Tokenizer,
     out: Path,
     *,
@@ -91,7 +142,7 @@ def prepare(
     progress: Progress = lambda chars, tokens: None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Write ``out``, whole or not at all; -> its manifest.
+    """Write ``out``, whole or not at all; -> its manifest.  ``config.objective.kind`` is what ``texts`` are for.
 
     Raises UsageError where something is there (``overwrite``: prepared data gives way), DataError for what cannot be
     read, SaveError if the disk refuses.
@@ -99,16 +150,23 @@ def prepare(
     check_free(out, overwrite)
     texts.framer(tokenizer)
     pairs = isinstance(texts, PairCorpus)
+    kind = "pairs" if pairs else "documents" if isinstance(texts, Corpus) else config.objective.kind
     more = {
         "prepared": VERSION,
-        "kind": "pairs" if pairs else "documents",
-        "held": texts.num_held if isinstance(texts, PairCorpus) else 0,
+        "kind": kind,
+        "held": texts.num_held if isinstance(texts, (PairCorpus, ExampleCorpus)) else 0,
         "vocab": tokenizer.vocab_size,
         "tokenizer_config": to_dict(config.tokenizer),
     }
+    if isinstance(texts, ExampleCorpus):
+        share = None if texts.found.files_held else config.data.validation
+        more |= {"noun": texts.noun, "validation": share, "labels": list(getattr(texts, "labels", ()))}
     tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
     with new_folder(out) as new:
         tokenizer.save(new / TOKENIZER)
+        for name, text in (texts.template_files(tokenizer) if isinstance(texts, ChatCorpus) else {}).items():
+            (new / TEMPLATE / name).parent.mkdir(parents=True, exist_ok=True)
+            (new / TEMPLATE / name).write_text(text, "utf-8")
         return fill_store(new, texts, tokenizer, more, progress=progress)
 
 
@@ -138,7 +196,8 @@ def _check_files(folder: Path, manifest: dict[str, Any]) -> None:
     """Every file as long as it should be; their hashes are ``kvad data check``'s."""
     size = {"uint16": 2, "uint32": 4}[manifest["dtype"]]
     wanted = {shard["file"]: shard["tokens"] * size for shard in manifest["shards"]}
-    for name, expected in {**wanted, OFFSETS: 8 * (manifest["documents"] + 1)}.items():
+    wanted |= {**column_sizes(manifest), OFFSETS: 8 * (manifest["documents"] + 1)}
+    for name, expected in wanted.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else -1
         if found != expected:

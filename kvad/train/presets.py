@@ -12,14 +12,29 @@ name        width  layers  heads    kv heads  hidden  parameters with vocab 4096
 ``base``      768      12       12         4    2048                      78.7 M
 ==========  =====  ======  =======  ========  ======  ==========================
 
+Decoders that others have trained:
+
+====================  =====  ======  =====  ======  ============================================
+name                  width  layers  heads  hidden  parameters
+====================  =====  ======  =====  ======  ============================================
+``shakespeare-char``    128       4      4     512  0.796 M with vocab 66, context 64
+``gpt2-124m``           768      12     12    3072  124.44 M with vocab 50257, context 1024
+``llama-small``         768      12     12    2048  109.53 M with vocab 32000
+====================  =====  ======  =====  ======  ============================================
+
+``shakespeare-char`` is nanoGPT's CPU model (layer norm without a bias, GELU, nothing biased), but with rotary
+positions; ``gpt2-124m`` is GPT-2 (Radford et al. 2019) to the parameter; ``llama-small`` has Llama's parts in the shape
+of llama2.c's 110 M, with a tied head and as many kv heads as heads.
+
 Encoder-decoders, for pairs of texts: the Transformer of Vaswani et al. 2017 (``transformer-base`` is the first line of
-their table 3), without dropout:
+their table 3, ``transformer-big`` the last), without dropout:
 
 ====================  =====  ======  =====  ======  =================================
 name                  width  layers  heads  hidden  parameters with vocab 4096, 37000
 ====================  =====  ======  =====  ======  =================================
 ``transformer-tiny``    128   2 + 2      4     512                   1.45 M    5.66 M
 ``transformer-base``    512   6 + 6      8    2048                  46.24 M   63.08 M
+``transformer-big``    1024   6 + 6     16    4096                 180.55 M  214.25 M
 ====================  =====  ======  =====  ======  =================================
 
 No class of transformers has exactly this one; ``marian-tiny`` and ``marian-base`` are their neighbours that Marian's
@@ -41,6 +56,7 @@ from kvad.config import (
     Gated,
     Head,
     Layer,
+    LearnedPositions,
     ModelConfig,
     Norm,
     Plain,
@@ -58,6 +74,18 @@ def _decoder(
 ) -> ModelConfig:
     layer = Layer(Attention(heads, kv_heads), Gated(hidden))
     return ModelConfig(width=width, vocab=vocab, limit=context, decoder=Stack(layers, {"L": layer}))
+
+
+def _shakespeare(vocab: int, context: int) -> ModelConfig:
+    layer = Layer(Attention(4), Plain(512, "gelu"), Norm("layer", bias=False))
+    return ModelConfig(width=128, vocab=vocab, limit=context, decoder=Stack(4, {"L": layer}))
+
+
+def _gpt2(vocab: int, context: int) -> ModelConfig:
+    attention = Attention(12, position=None, bias=True, out_bias=True)
+    layer = Layer(attention, Plain(3072, "gelu_tanh", bias=True), Norm("layer", bias=True))
+    embed = Embedding(LearnedPositions(context))
+    return ModelConfig(width=768, vocab=vocab, limit=context, decoder=Stack(12, {"L": layer}), embed=embed)
 
 
 def _transformer(
@@ -94,8 +122,12 @@ PRESETS: dict[str, Callable[[int, int], ModelConfig]] = {
     "demo": partial(_decoder, width=384, layers=4, heads=6, kv_heads=3, hidden=1536),
     "medium": partial(_decoder, width=512, layers=8, heads=8, kv_heads=4, hidden=1408),
     "base": partial(_decoder, width=768, layers=12, heads=12, kv_heads=4, hidden=2048),
+    "shakespeare-char": _shakespeare,
+    "gpt2-124m": _gpt2,
+    "llama-small": partial(_decoder, width=768, layers=12, heads=12, kv_heads=12, hidden=2048),
     "transformer-tiny": partial(_transformer, width=128, layers=2, heads=4, hidden=512),
     "transformer-base": partial(_transformer, width=512, layers=6, heads=8, hidden=2048),
+    "transformer-big": partial(_transformer, width=1024, layers=6, heads=16, hidden=4096),
     "marian-tiny": partial(_transformer, width=128, layers=2, heads=4, hidden=512, marian=True),
     "marian-base": partial(_transformer, width=512, layers=6, heads=8, hidden=2048, marian=True),
     **ENCODER_PRESETS,

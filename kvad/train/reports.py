@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from kvad.train.data import TrainingData
 
 __all__ = ["Callback", "EvalReport", "MeasuredReport", "Outcome", "Sample", "SamplesReport", "StartReport"]
-__all__ += ["StepReport", "Subject"]
+__all__ += ["StepReport", "Subject", "WarningReport"]
 
 
 @dataclass(frozen=True)
 class StartReport:
-    """``step``: how many steps are done already; ``steps`` and ``minutes`` are the limits (None: no such limit)."""
+    """``step``: how many steps are done already; ``steps`` and ``minutes`` are the limits (None: no such limit).
+
+    ``gemm_flops``: FLOP/s of a large matrix product here (None: nobody measured).
+    """
 
     step: int
     steps: int | None
@@ -35,6 +38,7 @@ class StartReport:
     device: str
     threads: int
     torch: str
+    gemm_flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class StepReport:
     """After optimizer step ``step`` (1 is the first).  ``loss``: mean nats per target of this step's rows.
 
     ``tokens``: targets so far; ``elapsed`` and ``eta``: seconds of training, ``eta`` None before it can be known.
+    ``mfu``: model FLOPs a second over ``StartReport.gemm_flops`` (``gauge.py``; None where either is not known).
+    ``memory`` and ``memory_peak``: bytes held now and at most.
     """
 
     step: int
@@ -52,6 +58,9 @@ class StepReport:
     elapsed: float
     tokens_per_second: float
     eta: float | None
+    mfu: float | None = None
+    memory: int | None = None
+    memory_peak: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,14 @@ class MeasuredReport:
 
 
 @dataclass(frozen=True)
+class WarningReport:
+    """What a user should look at: training goes on."""
+
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Subject:
     """What a listener needs that runs the model itself.  It must change nothing of it: no weight, no random number.
 
@@ -110,7 +127,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``reason``: the run is done, or Ctrl-C ended it early; either way ``checkpoint`` holds its last step."""
+    """``reason``: the run is done, or Ctrl-C ended it early; either way ``checkpoint`` holds its last step.
+
+    ``best``: the lowest validation loss, found at ``best_step``.
+    """
 
     reason: Literal["done", "interrupted"]
     step: int
@@ -120,6 +140,7 @@ class Outcome:
     tokens: int
     elapsed: float
     checkpoint: Path
+    best_step: int | None = None
 
 
 class Callback:
@@ -141,6 +162,9 @@ class Callback:
 
     def on_measured(self, report: MeasuredReport) -> None: ...
 
-    def on_save(self, path: Path, step: int) -> None: ...
+    def on_warning(self, report: WarningReport) -> None: ...
+
+    def on_save(self, path: Path, step: int) -> None:
+        """The checkpoint of an earlier step, or of this one, is there."""
 
     def on_end(self, outcome: Outcome) -> None: ...

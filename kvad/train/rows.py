@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from kvad.errors import DataError
 from kvad.step import Lane, Step
 from kvad.train.store import Ints
 
-__all__ = ["Batch", "Epochs", "Row", "RowSource", "Segment", "Shape", "Use", "alone", "collate", "generator"]
+__all__ = ["Batch", "Epochs", "Row", "RowSource", "Segment", "Shape", "Traced", "Use"]
+__all__ += ["alone", "collate", "generator", "owners", "picked", "texts_of"]
 
 PADDING = -1  # the document of what is left over
 
@@ -60,6 +61,20 @@ class RowSource(Protocol):
     def rows(self, numbers: Ints) -> list[Row]:
         """Rows ``numbers`` [n], ascending from step to step."""
         ...
+
+
+@runtime_checkable
+class Traced(Protocol):
+    """Data that can say what its rows are made of."""
+
+    def texts_of(self, number: int) -> list[int]:
+        """The texts of row ``number`` of a run, by their place in the corpus; a pair is one."""
+        ...
+
+
+def texts_of(data: object, number: int) -> list[int]:
+    """[] of what is not :class:`Traced`."""
+    return data.texts_of(number) if isinstance(data, Traced) else []
 
 
 @dataclass(frozen=True)
@@ -116,7 +131,7 @@ def alone(batch: Batch) -> Iterator[Batch]:
     """
     step, source = batch.step, batch.step.source
     most = max(len(step.tokens), 0 if source is None else len(source.tokens))
-    own, there = _owners(step, most), None if source is None else _owners(source, most)
+    own, there = owners(step, most)[0], None if source is None else owners(source, most)[0]
     wanted = torch.zeros(len(step.tokens), dtype=torch.bool)
     wanted[step.wanted.cpu()] = True
     place = torch.zeros(len(step.tokens), dtype=torch.int64)
@@ -132,14 +147,45 @@ def alone(batch: Batch) -> Iterator[Batch]:
         yield Batch(single, targets.to(batch.targets.device))
 
 
-def _owners(step: Step, most: int) -> Tensor:
-    """[T] which segment of the batch a token belongs to, ``most`` to a row; -1 for padding."""
+def owners(step: Step, most: int | None = None) -> tuple[Tensor, int]:
+    """([T] which segment of an isolated batch a token belongs to, ``most`` to a row; -1 for padding, that ``most``)."""
     lane = step.lanes[0]
+    most = len(step.tokens) if most is None else most
     row = torch.arange(lane.rows).repeat_interleave(lane.new) * most
     if step.documents is None:
-        return row
+        return row, most
     documents = step.documents.cpu()
-    return (row + documents).masked_fill(documents < 0, -1)
+    return (row + documents).masked_fill(documents < 0, -1), most
+
+
+def picked(batch: Batch, rows: Tensor) -> Batch:
+    """The batch with ``rows`` [n] of its rows alone, in that order; of one lane on each side."""
+    step = batch.step
+    wanted = torch.full((len(step.tokens),), -1)
+    wanted[step.wanted.cpu()] = torch.arange(len(step.wanted))
+    kept = wanted.view(-1, step.lanes[0].new)[rows].view(-1)
+    at = (kept >= 0).nonzero().view(-1)
+    chosen = _rows_of(step, rows)._replace(wanted=at.to(step.tokens.device))
+    source = None if step.source is None else _rows_of(step.source, rows)
+    return Batch(chosen._replace(source=source), batch.targets[kept[at].to(batch.targets.device)])
+
+
+def _rows_of(step: Step, rows: Tensor) -> Step:
+    width = step.lanes[0].new
+
+    def take(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.view(-1, width)[rows.to(x.device)].view(-1)
+
+    tokens, positions = take(step.tokens), take(step.positions)
+    assert tokens is not None and positions is not None
+    return step._replace(
+        tokens=tokens,
+        positions=positions,
+        documents=take(step.documents),
+        order=take(step.order),
+        limits=take(step.limits),
+        lanes=(Lane(len(rows), width, width),),
+    )
 
 
 def _taken(step: Step, at: Tensor) -> Step:

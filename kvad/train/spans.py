@@ -27,6 +27,7 @@ from kvad.text.base import Tokenizer
 from kvad.train.config import ObjectiveConfig
 from kvad.train.data import Batch, TrainingData
 from kvad.train.masking import EVALUATION, TRAINING, draws
+from kvad.train.rows import texts_of
 from kvad.train.store import Ints
 
 __all__ = [
@@ -198,6 +199,7 @@ class SpanData:
         self.train_tokens, self.validation_tokens = rows.train_tokens, rows.validation_tokens
         cut, spans = sizes(raw, options.density, options.mean_span)
         self.tokens_per_step = step_rows * (cut + spans + 2)
+        self.read_per_step = rows.tokens_per_step
 
     def micro_batches(self, step: int) -> list[Batch]:
         number, batches = step * self._step_rows, []
@@ -211,6 +213,9 @@ class SpanData:
         for batch in self._rows.evaluation():
             yield self._corrupted(batch, EVALUATION, number)
             number += sum(lane.rows for lane in batch.step.lanes)
+
+    def texts_of(self, number: int) -> list[int]:
+        return texts_of(self._rows, number)
 
     def told(self) -> list[str]:
         cut, spans = sizes(self._raw, self._options.density, self._options.mean_span)

@@ -1,7 +1,9 @@
 """A run that goes on from a checkpoint: the model it begins with, its words, and how it is written again.
 
-Any decoder or encoder-decoder that kvad opens: its config, tokenizer and way of generating stay what they are, in the
-layout that they came in; only numbers change.  Trained are float32 copies of the weights, and those are what a run's
+Any model that kvad opens: its config, tokenizer and way of generating stay what they are, in the layout that they came
+in; only numbers change.  An encoder that is to tag or classify and has no labels of its own is given a new head for
+those of the data (Devlin et al. 2018, sec. 3.2: its body goes on, the head begins at random), and is written as the
+class of its family that has such a head.  Trained are float32 copies of the weights, and those are what a run's
 checkpoints hold, whatever the dtype was: ``kvad export --dtype`` narrows them again.  With ``[lora]`` the weights are
 frozen and only the adapters are trained and written (``model/lora.py``, ``checkpoint/adapter.py``).
 
@@ -11,6 +13,7 @@ adapters it is opened at every resume, and refused if it is another by then.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,22 +21,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvad.checkpoint.adapter import Adapted, AdapterForm, base_fingerprint, form_of, open_adapter, save_adapter_step
 from kvad.checkpoint.export import words_of
-from kvad.checkpoint.generation import GENERATION, Generation
+from kvad.checkpoint.generation import GENERATION, Generation, generation_file
 from kvad.checkpoint.imported import Imported
 from kvad.checkpoint.linears import adaptable, targeted
 from kvad.checkpoint.native import save_step
 from kvad.checkpoint.open import open_checkpoint
-from kvad.checkpoint.opened import Opened, Training
-from kvad.checkpoint.theirs import Layout
-from kvad.config import Head, ModelConfig
+from kvad.checkpoint.opened import Opened
+from kvad.checkpoint.theirs import Layout, choose_layout
+from kvad.config import Classes, Head, ModelConfig, Pooled
 from kvad.errors import CheckpointError, ConfigError, counted
-from kvad.model.lora import adapt, factors_of, restore
+from kvad.model.lora import Factors, adapt, factors_of, restore
 from kvad.model.transformer import Transformer
 from kvad.text.tokenizer import Tokenizer, load_tokenizer
 from kvad.train.config import RunConfig, TokenizerConfig
+from kvad.train.initial import initialise
+from kvad.train.objectives import headed
+from kvad.train.saver import Moment
 
 __all__ = ["Adapters", "Start", "Whole", "absolute", "restored", "said_by", "start_again", "start_of", "whole_as"]
 
@@ -58,20 +65,31 @@ class Whole:
     files: Mapping[str, bytes]
     origin: str | None = None
 
-    def save(self, run: Path, step: int, model: Transformer, training: Training, *, keep: int, fresh: bool) -> Path:
+    def talking(self, files: Mapping[str, bytes], said: Generation) -> Whole:
+        """The same with a chat template in ``files``, and with what ends a turn among ``said.stops``."""
+        ends = {GENERATION: _ending(self.files.get(GENERATION), said)}
+        exact = self.layout is not None and self.layout.exact
+        return replace(self, generation=said, files={**self.files, **files, **(ends if exact else {})})
+
+    def weights(self, model: Transformer) -> dict[str, Tensor]:
+        """What of the model is written, nothing copied."""
+        return model.state_dict()
+
+    def save(self, run: Path, moment: Moment, *, keep: int, fresh: bool) -> Path:
         """As ``native.save_step``."""
         return save_step(
             run,
-            step,
+            moment.step,
             self.config,
-            model.state_dict(),
+            moment.weights,
             self.tokenizer,
-            training,
+            moment.training,
             layout=self.layout,
             generation=self.generation,
             files=self.files,
             origin=self.origin,
             keep=keep,
+            best=moment.best,
             fresh=fresh,
         )
 
@@ -83,36 +101,64 @@ class Adapters:
     form: AdapterForm
     config: RunConfig
 
-    def save(self, run: Path, step: int, model: Transformer, training: Training, *, keep: int, fresh: bool) -> Path:
+    def talking(self, files: Mapping[str, bytes], said: Generation) -> Adapters:
+        """As :meth:`Whole.talking`, in the adapter's folder."""
+        ends = {GENERATION: _ending(None, said)}
+        return replace(self, form=replace(self.form, words={**self.form.words, **files, **ends}))
+
+    def weights(self, model: Transformer) -> dict[str, Tensor]:
+        """As :meth:`Whole.weights`: of every adapted part ``NAME.a`` and ``NAME.b``."""
+        pairs = factors_of(model).items()
+        return {f"{name}.{side}": getattr(pair, side) for name, pair in pairs for side in "ab"}
+
+    def save(self, run: Path, moment: Moment, *, keep: int, fresh: bool) -> Path:
         """As ``adapter.save_adapter_step``."""
-        lora = self.config.lora
+        lora, found = self.config.lora, moment.weights
         assert lora is not None
+        names = [name.removesuffix(".a") for name in found if name.endswith(".a")]
         return save_adapter_step(
             run,
-            step,
+            moment.step,
             self.form,
-            factors_of(model),
+            {name: Factors(found[f"{name}.a"], found[f"{name}.b"], lora.scale) for name in names},
             rank=lora.rank,
             alpha=lora.alpha,
             rslora=lora.rslora,
             dropout=lora.dropout,
-            training=training,
+            training=moment.training,
             keep=keep,
+            best=moment.best,
             fresh=fresh,
         )
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins with: the model that ``config.init`` names, and the tokenizer that it came with."""
+    """What a run begins with: the model that ``config.init`` names, and the tokenizer that it came with.
+
+    ``answers``: the model with a new head for the labels of the data, where its own is for something else."""
 
     config: RunConfig
     opened: Opened
     tokenizer: Tokenizer
+    answers: ModelConfig | None = None
 
     @property
     def model_config(self) -> ModelConfig:
-        return self.opened.config
+        return self.opened.config if self.answers is None else self.answers
+
+    def answering(self, kind: str, labels: tuple[str, ...]) -> Start:
+        """The same for objective ``kind`` and the ``labels`` of the data.  ConfigError where no head can answer."""
+        own = self.opened.config
+        model = headed(own, kind, labels)
+        if model == own:
+            return self
+        if self.config.lora is not None:
+            raise ConfigError(
+                f"[lora]: {self.config.init} has no head for these labels, and a new one is no adapter",
+                "train all weights first, or leave [lora] out",
+            )
+        return replace(self, answers=model)
 
     @property
     def generation(self) -> Generation:
@@ -150,6 +196,8 @@ class Start:
                 f"adapters: rank {self.config.lora.rank} beside {counted(len(self.parts), 'linear part')}, "
                 f"{learned:,} parameters ({learned / every:.2%}) are trained"
             )
+        if self.answers is not None and isinstance(self.answers.head, Classes):
+            lines.append(f"head: a new one, for {counted(len(self.answers.head.labels), 'label')}")
         return lines
 
     def begun(self) -> dict[str, str]:
@@ -165,6 +213,9 @@ class Start:
             model = Transformer(config)
         # What is trained must never be a mapped file; what is frozen may stay one.
         loaded = {name: tensor.to(torch.float32, copy=lora is None) for name, tensor in self.opened.weights()}
+        if self.answers is not None:
+            loaded |= _new_head(config, keep=_pooler(self.opened.config, config))
+            loaded = {name: loaded[name] for name in model.state_dict()}
         model.load_state_dict(loaded, assign=True)
         if lora is not None:
             adapt(model, self.parts, lora.rank, lora.scale, lora.dropout)
@@ -172,6 +223,8 @@ class Start:
 
     def form(self) -> Whole | Adapters:
         """How its checkpoints are written.  CheckpointError for adapters that its layout cannot hold."""
+        if self.answers is not None:
+            return _whole_of(self.opened, self.answers)
         if self.config.lora is None:
             return whole_as(self.opened)
         assert self.config.init is not None
@@ -226,19 +279,50 @@ def whole_as(opened: Opened) -> Whole:
     return Whole(opened.config, layout, opened.generation, None, files, origin)
 
 
+def _ending(before: bytes | None, said: Generation) -> bytes:
+    """``generation_config.json`` with all tokens that end an answer."""
+    content = generation_file(said) or {} if before is None else json.loads(before)
+    return json.dumps({**content, "eos_token_id": list(said.stops)}, indent=2).encode()
+
+
+def _whole_of(opened: Opened, config: ModelConfig) -> Whole:
+    """With another head: in the layout of its own family, else of any other that can hold it, else kvad's own."""
+    if isinstance(opened, Adapted):
+        opened = opened.base
+    said, words = replace(opened.generation, pool=None, unit=False), words_of(opened.path)
+    for family in (opened.origin, None):
+        try:
+            return Whole(config, choose_layout(config, said, family), said, None, words)
+        except CheckpointError:
+            continue
+    return Whole(config, None, said, None, words)
+
+
+def _new_head(config: ModelConfig, keep: tuple[str, ...]) -> dict[str, Tensor]:
+    """The parameters of a head that begins, but for those that begin with ``keep``."""
+    fresh = Transformer(config)
+    initialise(fresh)
+    head = {name: tensor for name, tensor in fresh.state_dict().items() if name.startswith("head.")}
+    return {name: tensor for name, tensor in head.items() if not name.startswith(keep or ("-",))}
+
+
+def _pooler(own: ModelConfig, wanted: ModelConfig) -> tuple[str, ...]:
+    """The part of a head that both have: BERT's pooler, which a model without labels answers by."""
+    same = isinstance(own.head, Pooled) and isinstance(wanted.head, Classes) and own.head.transform is not None
+    return ("head.transform.",) if same and own.head.transform == wanted.head.transform else ()
+
+
 def said_by(opened: Opened) -> Generation:
     """What a checkpoint says about generating, with the token that opens a target where it is said as a text's."""
     said = opened.generation
-    if said.start is not None or opened.config.kind == "decoder":
+    if said.start is not None or opened.config.kind != "encoder-decoder":
         return said
     return replace(said, start=said.bos)
 
 
 def _start(config: RunConfig, opened: Opened) -> Start:
     model, name = opened.config, config.init
-    if model.kind == "encoder":
-        raise ConfigError(f"model.init: {name} is an encoder alone", "train a decoder or an encoder-decoder")
-    if not isinstance(model.head, Head):
+    if model.kind != "encoder" and not isinstance(model.head, Head):
         raise ConfigError(f"model.init: {name} has no head over a vocabulary", "a language model has one")
     if opened.tokenizer is None:
         raise ConfigError(f"model.init: {name} came without a tokenizer", "put its tokenizer.json beside it")

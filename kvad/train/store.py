@@ -116,6 +116,18 @@ class TokenStore:
     def num_documents(self) -> int:
         return len(self.offsets) - 1
 
+    def place_beyond(self, vocab: int) -> str:
+        """Where the first token id beyond a vocabulary stands; "" where none does.  Reads all tokens."""
+        for number, shard in enumerate(self._shards):
+            for low in range(0, len(shard), SHARD_TOKENS >> 4):
+                found = np.flatnonzero(shard[low : low + (SHARD_TOKENS >> 4)] >= vocab)
+                if len(found):
+                    at = int(self._starts[number]) + low + int(found[0])
+                    document = int(np.searchsorted(self.offsets, at, side="right")) - 1
+                    inside = at - int(self.offsets[document]) + 1
+                    return f"token {inside:,} of text {document + 1:,}"
+        return ""
+
     def column(self, name: str, at: Ints) -> Ints:
         """What the column ``name`` says of the tokens at stream positions ``at``, any shape."""
         return self._columns.take(name, at)
@@ -168,7 +180,10 @@ def fill_store(
         pieces = encoded(corpus, tokenizer, progress)
     vocab = max(each.vocab_size for each in (tokenizer, tokenizer.source) if each is not None)
     counts = _write(folder, pieces, _dtype(vocab))
-    more = {**({"columns": columns} if columns else {}), **(more or {})}
+    if columns:
+        digests = {f"{name}.bin": _digest(folder / f"{name}.bin") for name in columns}
+        more = {"columns": columns, "column_hashes": digests, **(more or {})}
+    more = more or {}
     manifest = {"format": 1, "key": store_key(corpus, tokenizer), **_settings(corpus, tokenizer), **more, **counts}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     return manifest
@@ -177,16 +192,21 @@ def fill_store(
 def damaged_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     """Names of a store's files that are not what its manifest says; reads all of them."""
     wanted = {shard["file"]: shard["sha256"] for shard in manifest["shards"]} | {OFFSETS: manifest["offsets"]}
+    wanted |= manifest.get("column_hashes", {})
     found = []
     for name, digest in wanted.items():
         try:
-            with (folder / name).open("rb") as file:
-                whole = hashlib.file_digest(file, "sha256").hexdigest() == digest
+            whole = _digest(folder / name) == digest
         except OSError:
             whole = False
         if not whole:
             found.append(name)
     return found
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def store_key(corpus: Texts, tokenizer: Tokenizer) -> str:

@@ -50,6 +50,11 @@ class TextRows:
         """Share of the rows' places that are taken."""
         return self.num_tokens / (len(self) * self._context)
 
+    def texts_of(self, row: int) -> list[int]:
+        """By their place in the store."""
+        found: list[int] = self._texts[self._first[row] : self._first[row + 1]].tolist()
+        return found
+
     def _asked(self, text: int) -> tuple[Ints, Ints]:
         """Of one text: the places (from its start) that are asked, and what is to be answered."""
         at = np.arange(self._store.offsets[text], self._store.offsets[text + 1])
@@ -140,6 +145,9 @@ class TextData:
     def micro_batches(self, step: int) -> list[Batch]:
         rows = self._epochs.rows(step).reshape(self._train.accumulate, self._train.batch)
         return [self.training.batch(some, self._train.device) for some in rows]
+
+    def texts_of(self, number: int) -> list[int]:
+        return self.training.texts_of(int(self._epochs.at(np.array([number]))[1][0]))
 
     def evaluation(self) -> Iterator[Batch]:
         """All rows, or as many, evenly spread, as have ``eval_tokens`` targets."""

@@ -13,21 +13,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
-from kvad.errors import NumericalError
+from kvad.errors import DataError, NumericalError
 from kvad.ops.heap import kept
 from kvad.train.config import TrainConfig
-from kvad.train.data import TrainingData
+from kvad.train.data import Batch, TrainingData
+from kvad.train.divergence import Trend
+from kvad.train.fault import Fault, RandomState, find_fault
+from kvad.train.gauge import Gauge, held
 from kvad.train.metrics import Speed
 from kvad.train.objective import Objective, resolve_precision
 from kvad.train.optim import Optimization
-from kvad.train.reports import Callback, EvalReport, Outcome, Sample, SamplesReport, StartReport, StepReport
+from kvad.train.reports import (
+    Callback,
+    EvalReport,
+    Outcome,
+    Sample,
+    SamplesReport,
+    StartReport,
+    StepReport,
+    WarningReport,
+)
+from kvad.train.saver import Saver
 
 __all__ = ["State", "Trainer"]
 
@@ -43,12 +56,15 @@ class State:
     val_loss: float | None = None
     val_step: int | None = None  # the step at which val_loss was measured
     best: float | None = None
+    best_step: int | None = None  # the step of the lowest val_loss
+    trend: list[float] = field(default_factory=list)  # divergence.py's
 
 
 @dataclass
 class Trainer:
-    """``model``: what is trained.  ``save`` writes a checkpoint of the given state and returns its folder; ``sample``
-    says what the model makes of a few examples, after every evaluation; ``clock`` gives seconds."""
+    """``model``: what is trained.  ``saver`` makes checkpoints of it and of ``state``; ``sample`` says what the model
+    makes of a few examples, after every evaluation; ``clock`` gives seconds; ``gauge`` counts a step's FLOPs;
+    ``whence`` names the texts of rows, which are counted from the run's first."""
 
     model: nn.Module
     objective: Objective
@@ -56,60 +72,116 @@ class Trainer:
     data: TrainingData
     config: TrainConfig
     state: State
-    save: Callable[[State], Path]
+    saver: Saver
     sample: Callable[[], tuple[Sample, ...]] | None = None
     callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.monotonic
+    gauge: Gauge | None = None
+    whence: Callable[[range], str] | None = None
 
     def __post_init__(self) -> None:
         self.precision = resolve_precision(self.config.precision, self.config.device)
-        self.speed = Speed()
+        self.speed, self.flops = Speed(), 0
+        self.trend = Trend(self.state.trend)
+        self.checkpoint = Path()  # the newest that this run has told of
 
     def fit(self) -> Outcome:
         """Train to the end, or to the end of the step in which SIGINT or SIGTERM comes; then save."""
-        config, state = self.config, self.state
-        saved: tuple[int, Path] | None = None
-        began = self.clock() - state.elapsed
+        began = self.clock() - self.state.elapsed
         self._tell("on_start", self._start_report())
         with _stop_signals() as stop, kept():
-            while not stop.is_set() and not self._is_over():
-                before = self.clock()
-                lr, norm, tokens = self._step()
-                self.speed.add(tokens, self.clock() - before)
-                state.elapsed = self.clock() - began
-                self._tell("on_step", self._step_report(lr, norm))
-                if state.step % config.eval_every == 0 or self._is_over():
-                    self._evaluate()  # before the save, so that a resume does not do it again
-                if state.step % config.save_every == 0:
-                    saved = self._save()
-                state.elapsed = self.clock() - began
-            if self._is_over() and state.val_step != state.step:
-                self._evaluate()
-                saved = None
-            if saved is None or saved[0] != state.step:
-                saved = self._save()
-        outcome = self._outcome(saved[1])
+            try:
+                checkpoint = self._run(stop, began)
+            finally:
+                self.saver.close()
+        outcome = self._outcome(checkpoint)
         self._tell("on_end", outcome)
         return outcome
+
+    def _run(self, stop: threading.Event, began: float) -> Path:
+        """All steps; -> the folder of the last one."""
+        config, state = self.config, self.state
+        saved: int | None = None  # the step of the last save that was begun
+        while not stop.is_set() and not self._is_over():
+            before = self.clock()
+            lr, norm, tokens = self._step()
+            self.speed.add(tokens, self.clock() - before, self.flops)
+            state.elapsed = self.clock() - began
+            self._tell("on_step", self._step_report(lr, norm))
+            self._watch(lr, norm)
+            if state.step % config.eval_every == 0 or self._is_over():
+                self._evaluate()  # before the save, so that a resume does not do it again
+            if state.step % config.save_every == 0 or (config.keep_best and state.best_step == state.step):
+                self.saver.save()
+                saved = state.step
+            self._tell_saved()
+            state.elapsed = self.clock() - began
+        if self._is_over() and state.val_step != state.step:
+            self._evaluate()
+            saved = None
+        if saved != state.step:
+            self.saver.save()
+        self.saver.wait()
+        self._tell_saved()
+        return self.checkpoint
 
     def _step(self) -> tuple[float, float, int]:
         """One optimizer step: (learning rate, gradient norm before clipping, targets)."""
         state = self.state
-        batches = self.data.micro_batches(state.step)
+        random = RandomState(self.config.device)
+        batches = self._batches()
         total = sum(len(batch.targets) for batch in batches)
+        self.flops = 0 if self.gauge is None else self.gauge.count(batches)
         self.model.train()
         lr = self.optimization.begin(state.step, state.elapsed)
         scaled = self.optimization.scaled(total)
         summed = sum(self.objective.backward(batch, scaled) for batch in batches)
         norm = self.optimization.norm()
         if not math.isfinite(summed) or not self.optimization.usable(norm):
+            random.restore()
+            fault = find_fault(self.model, self.objective, batches, scaled)
             raise NumericalError(
-                f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}",
+                f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {self._told(fault, batches)}",
                 "the last checkpoint is whole; train with a lower learning rate or in fp32",
             )
         self.optimization.step(norm)
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
+
+    def _batches(self) -> list[Batch]:
+        """Of the next step.  DataError names step and texts."""
+        try:
+            return self.data.micro_batches(self.state.step)
+        except DataError as error:
+            rows = self.config.batch * self.config.accumulate
+            numbers = range(self.state.step * rows, (self.state.step + 1) * rows)
+            whence = "" if self.whence is None else self.whence(numbers)
+            where = f"step {self.state.step + 1}{f', of {whence}' if whence else ''}"
+            raise DataError(f"{where}: {error.message}", error.hint) from error
+
+    def _watch(self, lr: float, norm: float) -> None:
+        """Warn of a run that diverges."""
+        state = self.state
+        assert state.loss is not None
+        warning = self.trend.tell(state.step, state.loss, norm, lr)
+        state.trend = self.trend.state
+        if warning is not None:
+            self._tell("on_warning", WarningReport(state.step, warning))
+
+    def _told(self, fault: Fault | None, batches: Sequence[Batch]) -> str:
+        """Of a step that is not finite: what, and where."""
+        if fault is None:
+            return "done again, all of it is finite: is this machine sound?"
+        if fault.batch is None:
+            return f"not finite is {fault.what}"
+        counts = [batch.step.lanes[0].rows for batch in batches]
+        first = self.state.step * sum(counts) + sum(counts[: fault.batch])
+        numbers = range(first, first + counts[fault.batch])
+        words = f"first not finite is {fault.what}, of micro-batch {fault.batch + 1} of {len(batches)}"
+        if fault.row is not None:
+            numbers, words = range(first + fault.row, first + fault.row + 1), f"{words}, row {fault.row + 1}"
+        whence = "" if self.whence is None else self.whence(numbers)
+        return f"{words} ({whence})" if whence else words
 
     def _is_over(self) -> bool:
         """No step is begun that would end after the time is over."""
@@ -125,17 +197,19 @@ class Trainer:
         with self.optimization.averaged():
             found = self.objective.loss_of(self.data.evaluation())
             state.val_loss, state.val_step = found.loss, state.step
-            state.best = min(state.val_loss, math.inf if state.best is None else state.best)
+            if state.best is None or state.val_loss < state.best:
+                state.best, state.best_step = state.val_loss, state.step
             self._tell("on_eval", EvalReport(state.step, state.val_loss, found.targets, state.best, found.accuracy))
             if self.sample is not None:
                 self._tell("on_samples", SamplesReport(state.step, self.sample()))
         self.optimization.evaluated(state.val_loss)
 
-    def _save(self) -> tuple[int, Path]:
-        path = self.save(self.state)
-        for callback in self.callbacks:
-            callback.on_save(path, self.state.step)
-        return self.state.step, path
+    def _tell_saved(self) -> None:
+        """Of checkpoints that are there by now."""
+        for path, step in self.saver.finished():
+            self.checkpoint = path
+            for callback in self.callbacks:
+                callback.on_save(path, step)
 
     def _tell(self, method: str, report: object) -> None:
         for callback in self.callbacks:
@@ -154,13 +228,26 @@ class Trainer:
             device=self.config.device,
             threads=torch.get_num_threads(),
             torch=torch.__version__,
+            gemm_flops=None if self.gauge is None else self.gauge.peak,
         )
 
     def _step_report(self, lr: float, norm: float) -> StepReport:
         state = self.state
         assert state.loss is not None
-        speed = self.speed.tokens_per_second
-        return StepReport(state.step, state.loss, lr, norm, state.tokens, state.elapsed, speed, self._eta())
+        speed, memory = self.speed, held(self.config.device)
+        return StepReport(
+            step=state.step,
+            loss=state.loss,
+            lr=lr,
+            grad_norm=norm,
+            tokens=state.tokens,
+            elapsed=state.elapsed,
+            tokens_per_second=speed.tokens_per_second,
+            eta=self._eta(),
+            mfu=None if self.gauge is None else speed.flops_per_second / self.gauge.peak,
+            memory=memory.now,
+            memory_peak=memory.most,
+        )
 
     def _eta(self) -> float | None:
         config, state = self.config, self.state
@@ -174,7 +261,7 @@ class Trainer:
     def _outcome(self, checkpoint: Path) -> Outcome:
         s = self.state
         reason: Literal["done", "interrupted"] = "done" if self._is_over() else "interrupted"
-        return Outcome(reason, s.step, s.loss, s.val_loss, s.best, s.tokens, s.elapsed, checkpoint)
+        return Outcome(reason, s.step, s.loss, s.val_loss, s.best, s.tokens, s.elapsed, checkpoint, s.best_step)
 
 
 @contextmanager

@@ -146,6 +146,9 @@ def test_tags_and_labels(capsys, folder):
     assert line["macro_f1"] == pytest.approx(sum(row["f1"] for row in line["labels"]) / len(line["labels"]))
     ran = run(capsys, "eval", tagger, path)
     assert "1 of labels that the model lacks: X" in ran.out and "macro-F1" in ran.out
+    path.write_text("the\tD\n\n" + "dog\tN\n" * 4 + "\n" + "dog\tN\n" * 500)
+    ran = run(capsys, "eval", tagger, path)
+    assert ran.code == 2 and "text 3: the source has" in ran.err and "nothing is cut" in ran.err and ran.out == ""
     classifier = write_encoder(folder / "classifier", "row", ("good", "bad"))
     (folder / "labels.tsv").write_text("good\tthe dog barks\nbad\ta cat\n")
     line = said(run(capsys, "eval", classifier, folder / "labels.tsv", "--json"))

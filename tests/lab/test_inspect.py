@@ -15,13 +15,16 @@ from kvad.cache.weights import weight_shapes
 from kvad.checkpoint.imported import Imported
 from kvad.checkpoint.native import Training
 from kvad.cli.main import main
-from kvad.errors import CheckpointError
+from kvad.errors import CheckpointError, RequestError
 from kvad.lab import inspect as lab
-from kvad.lab.draw import AttentionMap
+from kvad.lab import sides
+from kvad.lab.draw import AttentionMap, as_json, terminal
 from kvad.lab.headers import read_headers, stored_dtype
 from kvad.lab.inspect import Attention, outline, summarise
+from kvad.llm import LLM
+from kvad.model.fresh import Fresh
 from kvad.text.tokenizer import train_tokenizer
-from lab.models import CONFIGS, EVERY, tiny, write_checkpoint, write_foreign
+from lab.models import CONFIGS, ENCODERS, EVERY, PAIRS, tiny, write_checkpoint, write_foreign
 from tests.oracle import checkpoint as oracle
 
 ROOT = Path(__file__).parents[2]
@@ -309,7 +312,7 @@ def seen(monkeypatch):
     """A model that answers with the layers and heads it was asked for; the list of its calls."""
     calls = []
 
-    def answer(folder, text, *, layers, heads, cached):
+    def answer(folder, text, *, layers, heads, cached, target=None):
         calls.append((text, layers, heads, cached))
         weights = ((1.0, 0.0), (0.25, 0.75))
         maps = tuple(AttentionMap(i, j, weights) for i in layers or range(3) for j in heads or range(2))
@@ -345,6 +348,8 @@ def test_a_drawing_in_a_file(seen, capsys, tmp_path):
     assert (code, out) == (0, "") and (tmp_path / "a.svg").read_text().startswith("<svg")
     run(capsys, "m", "--attention", "def", "--out", tmp_path / "a.txt")
     assert (tmp_path / "a.txt").read_text().startswith("layer 0, head 0")
+    assert run(capsys, "m", "--attention", "def", "--head", "all", "--out", tmp_path / "a.png")[:2] == (0, "")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(capsys, "m", "--attention", "def", "--out", tmp_path / "none" / "a.txt")
     assert code == 2 and "no such file or folder" in err
 
@@ -361,6 +366,63 @@ def test_the_drawing_is_what_the_model_does(checkpoint, cached):
     assert all(weight == 0 for i, row in enumerate(windowed.weights) for weight in row[: max(0, i - 4)])
     every = lab.attention_maps(checkpoint, "quick fox", layers=None, heads=None)
     assert len(every.maps) == 5 * 4
+
+
+@pytest.mark.parametrize("name", ["pair", "pair of widths", "pair window"])
+def test_an_encoder_decoder_looks_in_three_ways(name, tmp_path):
+    config = PAIRS[name]
+    folder = write_checkpoint(tmp_path / "run", config)
+    found = lab.attention_maps(folder, "quick fox", target="the", layers=None, heads=[1])
+    sides = {side: [one for one in found.maps if one.side == side] for side in ("encoder", "decoder", "cross")}
+    assert [len(sides[side]) for side in sides] == [config.encoder.layers] + [config.decoder.layers] * 2
+    shapes = {side: {(len(one.queries), len(one.keys)) for one in maps} for side, maps in sides.items()}
+    assert shapes == {"encoder": {(9, 9)}, "decoder": {(4, 4)}, "cross": {(4, 9)}}  # <opening> t h e
+    for one in found.maps:
+        assert [len(one.weights), len(one.weights[0])] == [len(one.queries), len(one.keys)]
+        assert all(sum(row) == pytest.approx(1, abs=1e-5) for row in one.weights)
+        hidden = all(weight == 0 for i, row in enumerate(one.weights) for weight in row[i + 1 :])
+        assert hidden == (one.side == "decoder")
+    assert "".join(sides["cross"][0].queries[1:]) == "the" and found.pieces == sides["cross"][0].keys
+    answered = lab.attention_maps(folder, "quick fox", layers=[0], heads=None)
+    assert {one.layer for one in answered.maps} == {0} and len(answered.maps[-1].queries) > 1
+    with pytest.raises(RequestError, match=r"layer 9 is not one of 0\.\."):
+        lab.attention_maps(folder, "fox", layers=[9], heads=None)
+    with pytest.raises(RequestError, match="an encoder keeps no cache"):
+        lab.attention_maps(folder, "fox", layers=[0], heads=None, cached=True)
+
+
+def test_cross_attention_is_what_the_decoder_reads(tmp_path):
+    """Its weights by hand: the softmax of the decoder's queries times the encoder's keys."""
+    config = PAIRS["pair"]
+    folder = write_checkpoint(tmp_path / "run", config)
+    one = next(
+        m for m in lab.attention_maps(folder, "fox", target="q", layers=[0], heads=[0]).maps if m.side == "cross"
+    )
+    with LLM.load(folder, rows=1, capacity=16) as llm:
+        layer = llm.model.decoder.layers[0]
+        held = []
+        hook = layer.cross.register_forward_hook(lambda module, inputs, output: held.append(inputs[0]))
+        source = llm.encode("fox")
+        step = sides._step(llm.texts.target("q"), "cpu")._replace(source=sides._step(source, "cpu"))
+        with torch.no_grad():
+            llm.model(step, Fresh(config))
+            encoded = llm.model.encode(step.source)
+            q = layer.cross.q(held[0]).unflatten(-1, (config.decoder.kinds["L"].cross.heads, -1))[:, 0]
+            k = layer.cross.k(encoded).unflatten(-1, (layer.cross.kv_heads, -1))[:, 0]
+            expected = (q @ k.T * q.shape[-1] ** -0.5).softmax(-1)
+        hook.remove()
+    assert torch.allclose(torch.tensor(one.weights), expected, atol=1e-5)
+
+
+def test_an_encoder_alone_looks_at_itself(tmp_path):
+    folder = write_checkpoint(tmp_path / "run", ENCODERS["encoder"])
+    found = lab.attention_maps(folder, "quick fox", layers=[0], heads=[0])
+    assert [one.side for one in found.maps] == ["encoder"] and found.maps[0].weights[0][-1] > 0
+    assert as_json(found.tokens, found.pieces, found.maps)["attention"][0]["side"] == "encoder"
+    drawn = terminal(found.pieces, found.maps[0])
+    assert drawn.startswith("encoder, layer 0, head 0: rows are queries")
+    with pytest.raises(RequestError, match="an encoder reads no target"):
+        lab.attention_maps(folder, "fox", layers=[0], heads=[0], target="x")
 
 
 @pytest.mark.parametrize(("option", "number"), [("--layer", "5"), ("--head", "4")])
@@ -380,7 +442,10 @@ def test_a_layer_or_head_that_is_not_there(checkpoint, capsys, option, number):
         (["--attention", "def", "--tensors"], "two questions"),
         (["--attention", "def", "--check"], "--check and --attention are two questions"),
         (["--attention", "def", "--json", "--format", "svg"], "both given"),
-        (["--attention", "def", "--format", "png"], "'png'"),
+        (["--attention", "def", "--format", "png"], "a PNG needs a file"),
+        (["--attention", "def", "--format", "mermaid"], "has no format mermaid"),
+        (["--attention", "def", "--target", "x"], "a decoder has no target"),
+        (["--target", "x"], "--target belongs to a drawing"),
     ],
 )
 def test_options_that_cannot_be(checkpoint, capsys, arguments, says):

@@ -558,7 +558,8 @@ def test_a_compressors_folder_is_planned(tmp_path, capsys):
     config = CONFIGS["plain"]
     folder = write_checkpoint(tmp_path / "run", config)
     compressor = Compressor(mixers(config), 4, 8)
-    save_compressor(tmp_path / "learned", 1, compressor, "of the model", {}, Training({}, {}))
+    said = {"ratio": 4, "hidden": 8}
+    save_compressor(tmp_path / "learned", 1, compressor.state_dict(), "of the model", said, Training({}, {}))
     policy = ("--policy", "hierarchy(16, packed=0, summaries=16, ratio=4, every=16)")
     asked = (str(folder), *policy, "--compressor", str(tmp_path / "learned"))
     found = as_json(capsys, *asked)

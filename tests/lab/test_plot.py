@@ -9,7 +9,7 @@ import pytest
 
 from kvad.cli.main import main
 from kvad.errors import DataError, SaveError, UsageError
-from kvad.lab.plot import Series, draw, draw_loss, plot_metrics, read_lines, series_of
+from kvad.lab.plot import Series, draw, draw_loss, read_lines, series_of
 
 ROOT = Path(__file__).parents[2]
 CURVES = [Series("cached", [64, 128, 256], [0.1, 0.2, 0.4], dots=True), Series("uncached", [64, 128, 256], [0.5, 2, 8])]
@@ -53,7 +53,7 @@ def test_the_same_numbers_are_the_same_bytes(tmp_path, ending):
 
 def test_a_loss_curve_is_small_and_names_its_last_loss(metrics, tmp_path):
     out = [tmp_path / "loss.png", tmp_path / "loss.svg"]
-    assert plot_metrics(tmp_path) == out
+    assert draw_loss(metrics, out) == out
     assert all(0 < path.stat().st_size < 100_000 for path in out)
     svg = out[1].read_text()
     assert "validation 0.120 after 50 steps" in svg and "training" in svg

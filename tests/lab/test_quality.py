@@ -504,3 +504,25 @@ def test_corpora(tmp_path, capsys):
     again = run(capsys, "corpus", "lookup", tmp_path / "b")
     assert again.code == 2 and "is not empty" in again.err
     assert run(capsys, "corpus", "lookup", tmp_path / "c", "--longest", 3).code == 2
+
+
+@pytest.mark.parametrize("name", ["copy", "reverse"])
+def test_drills(tmp_path, capsys, name):
+    told = json.loads(run(capsys, "corpus", name, tmp_path / "a", "--json").out)
+    pairs = {
+        part: [line.split("\t") for line in (tmp_path / "a" / f"{part}.tsv").read_text().splitlines()]
+        for part in ("train", "dev", "test")
+    }
+    assert told["pairs"] == {part: len(lines) for part, lines in pairs.items()}
+    step, low, high = (1, 1, 10) if name == "copy" else (-1, 0, 49)
+    for source, target in (pair for lines in pairs.values() for pair in lines):
+        assert source.split()[::step] == target.split()
+    sources = [[int(word) for word in source.split()] for source, _ in pairs["train"]]
+    assert (min(map(min, sources)), max(map(max, sources))) == (low, high)
+    lengths = {part: {len(source.split()) for source, _ in lines} for part, lines in pairs.items()}
+    assert lengths["train"] == ({10} if name == "copy" else set(range(1, 26)))
+    assert max(lengths["test"]) == (10 if name == "copy" else 30)  # longer than anything that was trained on
+    run(capsys, "corpus", name, tmp_path / "b")
+    run(capsys, "corpus", name, tmp_path / "c", "--seed", 1)
+    texts = [(tmp_path / folder / "dev.tsv").read_text() for folder in "abc"]
+    assert texts[0] == texts[1] != texts[2]

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kvad.cache.memory import Memory
 from kvad.cache.sizing import CacheConfig, groups
 from kvad.config import Rope, mixers
-from kvad.lab.flops import formula, generation
+from kvad.flops import formula, generation
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.ops.attend import SCORE_BUDGET, Reading

@@ -11,7 +11,7 @@ import pytest
 
 from kvad.checkpoint.native import load
 from kvad.cli.main import main
-from kvad.train.objective import NextToken
+from kvad.train.objective import Measured, NextToken
 
 SMALL = ["--set", "width=32", "--set", "decoder.layers=1", "--set", "decoder.kinds.L.mlp.hidden=32"]
 QUICK = ["--preset", "tiny", *SMALL, "--tokenizer", "byte", "--context", "16", "--batch", "2", "--precision", "fp32"]
@@ -37,6 +37,24 @@ def test_it_trains_says_so_and_draws(corpus, tmp_path):
     assert result["config"]["data"]["context"] == 16 and result["checkpoint"].endswith("step-00000020")
     assert "20 steps" in stderr and "val " in stderr and f"kvad generate {out}" in stderr
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (out / "loss.svg").read_text()
+
+
+def test_the_best_is_said_and_evaluated(corpus, tmp_path, monkeypatch):
+    found = iter([3.0, 2.0, 2.5, 2.6])
+    monkeypatch.setattr(NextToken, "loss_of", lambda *_: Measured(next(found), 100))
+    out = tmp_path / "run"
+    code, stdout, stderr = kvad(
+        "train", corpus, "--out", out, *QUICK, "--steps", 8, "--eval-every", 2, "--set", "train.keep=1", "--json"
+    )
+    assert code == 0, stderr
+    assert json.loads(stdout)["best_step"] == 4
+    assert f"best:  {out}/best, validation 2.0000 at step 4" in stderr
+    monkeypatch.undo()
+    code, stdout, stderr = kvad("eval", out / "best", corpus / "03.txt", "--json")
+    assert code == 0, stderr
+    assert json.loads(stdout)["perplexity"] > 1
+    code, _, stderr = kvad("train", "--resume", "--out", out / "best")
+    assert code == 2 and "is a checkpoint, not a run" in stderr and f"--resume --out {out}" in stderr
 
 
 def test_flags_go_before_the_run_file(corpus, tmp_path):

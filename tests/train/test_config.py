@@ -1,17 +1,21 @@
 """Run files: every key is applied or refused by name."""
 
+import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvad.cache.weights import weight_shapes
-from kvad.checkpoint.theirs import choose_family
-from kvad.config import Embedding, Gated, LearnedPositions, Norm, Plain, Rope, SinusoidalPositions
+from kvad.checkpoint.generation import Generation
+from kvad.checkpoint.theirs import choose_family, choose_layout
+from kvad.config import Embedding, Gated, LearnedPositions, Norm, Plain, Rope, SinusoidalPositions, meaning
 from kvad.errors import ConfigError
 from kvad.model.transformer import Transformer
-from kvad.train.config import DataConfig, OptimConfig, RunConfig, TrainConfig, assigned, differences
+from kvad.train import encoder_presets, presets
+from kvad.train.config import FREE, DataConfig, OptimConfig, RunConfig, TrainConfig, assigned, differences
 from kvad.train.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
@@ -64,9 +68,60 @@ def test_bert_and_t5_have_their_own_numbers_of_parameters(name, vocab, context, 
     assert choose_family(model).reader == reader
 
 
+# Of each preset: the sizes of vocabulary, and the context, that its docstring counts its parameters with.
+COUNTED = {
+    **dict.fromkeys(("tiny", "small", "demo", "medium", "base"), ((4096,), 256)),
+    **dict.fromkeys(("transformer-tiny", "transformer-base", "transformer-big"), ((4096, 37_000), 256)),
+    "shakespeare-char": ((66,), 64),
+    "gpt2-124m": ((50_257,), 1024),
+    "llama-small": ((32_000,), 256),
+    "encoder-tiny": ((4096,), 256),
+    "bert-base": ((30_522,), 512),
+    "t5-tiny": ((4096,), 512),
+    "t5-small": ((32_128,), 512),
+}
+
+
+def parameters(name, vocab, context):
+    return sum(math.prod(shape) for shape in weight_shapes(PRESETS[name](vocab, context)).values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_docstrings_count_parameters(name):
+    if name.startswith("marian"):
+        return  # their neighbours' numbers, but for a bias at the head
+    vocabs, context = COUNTED[name]
+    text = f"{presets.__doc__}\n{encoder_presets.__doc__}"
+    (line,) = (line for line in text.splitlines() if line.startswith(f"``{name}``") and " M" in line)
+    said = re.findall(r"(\d+\.(\d+)) M\b", line)
+    assert [f"{parameters(name, vocab, context) / 1e6:.{len(digits)}f}" for vocab, (_, digits) in
+            zip(vocabs, said, strict=True)] == [number for number, _ in said]  # fmt: skip
+
+
+def test_gpt2_is_gpt2_and_llama_is_llama():
+    """As transformers counts GPT2LMHeadModel of openai-community/gpt2's config."""
+    assert parameters("gpt2-124m", 50_257, 1024) == 124_439_808
+    readers = {"gpt2-124m": "GPT2LMHeadModel", "llama-small": "LlamaForCausalLM"}
+    for name, reader in readers.items():
+        layout = choose_layout(PRESETS[name](50_257, 1024), Generation())
+        assert layout.reader == reader
+    said = choose_layout(PRESETS["gpt2-124m"](50_257, 1024), Generation()).content
+    assert (said["n_layer"], said["n_head"], said["n_embd"], said["n_positions"]) == (12, 12, 768, 1024)
+    assert said["activation_function"] == "gelu_new" and said["tie_word_embeddings"]
+
+
+def test_shakespeare_char_is_the_recipes_model():
+    recipe = RunConfig.load(ROOT / "runs" / "shakespeare-char-cpu.toml")
+    assert meaning(recipe.resolve(66)) == meaning(PRESETS["shakespeare-char"](66, 64))
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "count"),
-    [("transformer-base", (6, 6, 512, 8, 2048), 63_082_496), ("transformer-tiny", (2, 2, 128, 4, 512), 5_661_696)],
+    [
+        ("transformer-big", (6, 6, 1024, 16, 4096), 214_245_376),
+        ("transformer-base", (6, 6, 512, 8, 2048), 63_082_496),
+        ("transformer-tiny", (2, 2, 128, 4, 512), 5_661_696),
+    ],
 )
 def test_the_original_transformer(name, shape, count):
     """Vaswani et al. 2017, table 3, "base": 65 million with a vocabulary of "about 37000"."""
@@ -197,3 +252,50 @@ def test_differences_are_named_but_for_what_changes_no_number():
         optim=OptimConfig(lr=2e-3), train=TrainConfig(eval_every=7, save_every=9), data=DataConfig(context=8)
     ).to_dict()
     assert differences(there, here) == ["data.context: 256 there, 8 here", "optim.lr: 0.001 there, 0.002 here"]
+
+
+OTHERS = {  # keys whose other value is not found by turning a switch, or by adding to a number
+    "data.order": "windows", "data.packing": "split", "data.documents": "lines", "data.errors": "replace",
+    "data.format": "text", "data.suffixes": [".txt"], "data.field": "body", "data.source_field": "a",
+    "data.target_field": "b", "data.sources": [{"paths": ["x"], "weight": 1.0}], "data.validation": 0.2,
+    "tokenizer.kind": "char", "tokenizer.path": "words", "tokenizer.specials": ["<a>"],
+    "objective.kind": "masked", "objective.smoothing": 0.2, "objective.density": 0.3, "objective.sampling": 0.2,
+    "objective.sampling_schedule": "sigmoid", "objective.sampling_steps": 7, "objective.template": "chat.jinja",
+    "objective.text_field": "a", "objective.label_field": "b", "objective.hide": 0.2,
+    "optim.name": "muon", "optim.schedule": "linear", "optim.decay_form": "linear",
+    "train.precision": "bf16", "train.device": "cuda", "compress.model": "other",
+    "lora.targets": "all", "lora.dropout": 0.2,
+}  # fmt: skip
+
+
+def leaves(table, where=""):
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}", value
+
+
+def changed(content, key):
+    copy = json.loads(json.dumps(content))
+    *way, last = key.split(".")
+    table = copy
+    for name in way:
+        table = table[name]
+    value = table[last]
+    usual = not value if isinstance(value, bool) else (value or 0) + 1 if not isinstance(value, str | list) else "x"
+    table[last] = OTHERS.get(key, usual)
+    return copy
+
+
+def test_every_key_that_matters_is_said_by_name():
+    """Of all tables, whatever is added to them: a key may change on a resume only where FREE lists it."""
+    content = RunConfig.from_dict({"model": {"init": "base"}, "lora": {}, "data": {}}).to_dict()
+    keys = [key for key, _ in leaves(content) if not key.startswith("model.")]
+    tables = {key.partition(".")[0] for key in keys}
+    assert tables == {"data", "tokenizer", "objective", "optim", "train", "compress", "lora"} and len(keys) > 60
+    for key in keys:
+        found = differences(content, changed(content, key))
+        assert ([line.partition(":")[0] for line in found] == [key]) != (key in FREE), (key, found)
+    without = {name: table for name, table in content.items() if name != "lora"}
+    assert differences(without, content)[0].startswith("lora: None there")

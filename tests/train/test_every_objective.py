@@ -16,6 +16,7 @@ from kvad.train.material import Material, named_for
 from kvad.train.objective import Autocast
 from kvad.train.objectives import TOPOLOGY, fitting, headed, make_objective
 from kvad.train.pairs import PairPaths
+from kvad.train.plan import plan
 from kvad.train.presets import PRESETS
 from models import build
 
@@ -100,6 +101,19 @@ def test_every_split_of_a_step_gives_one_gradient(kind, options, files, tmp_path
     assert summed == pytest.approx(whole[0], rel=1e-12)
     assert (got - whole[1]).abs().max() <= 1e-12 * whole[1].abs().max()
     assert len(set(sizes)) > 1 or kind in ("next-token", "masked"), "ragged, or the test says little"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_can_be_planned(kind, files):
+    config = configured(kind)
+    found = plan(config, [files / kind], None, lambda text: None)
+    assert (found.objective, found.kind, found.steps) == (kind, TOPOLOGY[kind], 10) and found.fits is None
+    assert found.step_flops > 0 and found.trial.rows == 4 and found.trial.utilisation > 0
+    if kind in ("next-token", "masked", "spans"):  # epochs are of what is read, not of what is asked
+        assert found.epochs * found.train_tokens >= found.steps * 4 * 48
+    else:
+        assert found.epochs * found.train_tokens == pytest.approx(found.steps * found.tokens_per_step)
+    assert found.seconds > found.evaluating > 0 and found.memory["activations"] > 0
 
 
 def changed(step, row, document, vocab):
@@ -313,3 +327,31 @@ def test_labels_of_whole_texts_by_the_mean_of_their_states(files, tmp_path):
                 summed += torch.nn.functional.cross_entropy(scores, batch.targets[number : number + 1]).item()
                 number += 1
         assert number == len(batch.targets) and got.loss == pytest.approx(summed / number, rel=1e-12)
+
+
+# ---------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_uneven_last_batch_is_judged_to_the_last_target(kind, files, tmp_path):
+    """Rows one by one and seven at a time: the same targets and the same loss."""
+    data, _, objective = fed(kind, files, tmp_path, batch=1)
+    alone = objective.loss_of(data.evaluation())
+    data, _, _ = fed(kind, files, tmp_path, batch=7)
+    sizes = [batch.step.lanes[0].rows for batch in data.evaluation()]
+    assert len(sizes) == 1 or len(set(sizes)) > 1 or sizes[0] < 7, "no batch is uneven"
+    found = objective.loss_of(data.evaluation())
+    assert found.targets == alone.targets and found.loss == pytest.approx(alone.loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_corpus_shorter_than_a_batch_goes_round(kind, files, tmp_path):
+    """A step of more rows than there are takes them again, as other epochs; its loss is a mean all the same."""
+    data, model, objective = fed(kind, files, tmp_path, batch=150)
+    (batch,) = data.micro_batches(0)
+    assert batch.step.lanes[0].rows == 150
+    share = 0.15 if kind in ("masked", "spans") else 1
+    assert len(batch.targets) > share * data.train_tokens, "all that there is, and some of it again"
+    summed, _, (targets,) = gradient(data, model, objective, step=0)
+    assert targets == len(batch.targets)
+    assert summed / targets == pytest.approx(objective.loss_of([batch]).loss, rel=1e-12)

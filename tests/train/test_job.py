@@ -54,7 +54,8 @@ def test_the_loss_falls_and_the_run_is_a_checkpoint(corpus, tmp_path, run_config
     assert outcome.reason == "done" and outcome.step == 60 and outcome.tokens == 60 * 2 * 4 * 32
     assert outcome.loss < 2.5 and outcome.val_loss < 2.5, "it has not learned to count"
     assert [e.step for e in listener.evals] == [20, 40, 60] and outcome.best == min(e.val_loss for e in listener.evals)
-    assert listener.saves == [("step-00000025", 25), ("step-00000050", 50), ("step-00000060", 60)]
+    assert listener.evals[0].val_loss > listener.evals[1].val_loss, "each is the best so far, and saved"
+    assert listener.saves == [(f"step-{step:08d}", step) for step in (20, 25, 40, 50, 60)]
     assert [p.name for p in steps_of(tmp_path / "run")] == ["step-00000050", "step-00000060"]
     assert listener.outcome == outcome and outcome.checkpoint == steps_of(tmp_path / "run")[-1]
     model, checkpoint = load_model(tmp_path / "run", verify=True)
@@ -167,18 +168,18 @@ def test_an_overwritten_run_is_whole_until_the_first_save(corpus, tmp_path, run_
     assert load(out, verify=True).path.name == "step-00000009"
 
 
-def test_a_disk_that_fills_while_training_leaves_the_last_checkpoint(corpus, tmp_path, run_config, monkeypatch):
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_disk_that_fills_while_training_leaves_the_last_checkpoint(corpus, tmp_path, run_config, monkeypatch, beside):
     def refuse(_descriptor):
         raise OSError(28, "No space left on device")
 
-    class FillAt6(Callback):
-        def on_step(self, report):
-            if report.step == 6:
-                monkeypatch.setattr(os, "fsync", refuse)
+    class FillAfter5(Callback):
+        def on_save(self, path, step):
+            monkeypatch.setattr(os, "fsync", refuse)
 
-    out = tmp_path / "run"
+    out, config = tmp_path / "run", run_config(save_beside=beside)
     with pytest.raises(SaveError, match=r"cannot .*step-00000010.*: No space left"):
-        train(run_config(), [corpus], out, callbacks=[FillAt6()])
+        train(config, [corpus], out, callbacks=[FillAfter5()])
     monkeypatch.undo()
     assert load(out, verify=True).path.name == "step-00000005"
     whole = tmp_path / "whole"

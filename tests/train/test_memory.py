@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from kvad.model.transformer import Transformer
 from kvad.ops import entropy
 from kvad.step import Lane, Step
 from kvad.train.config import RunConfig
-from kvad.train.memory import LOGITS, require, state_bytes, training_bytes
+from kvad.train.memory import LOGITS, outgrown, require, state_bytes, training_bytes, training_parts, within
 from kvad.train.objective import Autocast
 from kvad.train.optim import Optimization
 from kvad.train.presets import PRESETS
@@ -101,12 +102,14 @@ def test_the_estimate_beside_frozen_weights_is_near_it_too(name):
 def test_state_rows_and_copies_are_counted():
     config = CONFIGS["plain"]
     plain = training_bytes(config, RUN, 0, ROWS)
-    assert training_bytes(config, RUN, 1000, ROWS) - plain == 16_000
+    assert training_bytes(config, RUN, 1000, ROWS) - plain == 16_000 + 12_000
     frozen = training_bytes(config, RUN, 1000, ROWS, learned=10) - training_bytes(config, RUN, 0, ROWS, learned=0)
-    assert frozen == 4_000 + 120
+    assert frozen == 4_000 + 120 + 120
     assert (
-        training_bytes(config, RUN, 1000, ROWS, half=True) - training_bytes(config, RUN, 0, ROWS, half=True) == 18_000
+        training_bytes(config, RUN, 1000, ROWS, half=True) - training_bytes(config, RUN, 0, ROWS, half=True) == 30_000
     )
+    alone = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": ROWS, "save_beside": False}})
+    assert training_bytes(config, alone, 1000, ROWS) - plain == 16_000
     more = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"accumulate": 3}})
     assert training_bytes(config, more, 0, ROWS) - plain == 2 * 48 * ROWS * CONTEXT
 
@@ -138,6 +141,8 @@ def test_what_an_optimizer_remembers_is_counted(tables, each, beside):
     held = sum(tensor.nbytes for name, tensor in optimization.tensors().items() if not name.startswith("raw."))
     held += 8 * parameters  # weights and gradients
     assert 0.9 * held <= state_bytes(config, run, parameters) <= held
+    written = 4 * parameters + sum(tensor.nbytes for tensor in optimization.tensors().values())
+    assert 0.9 * written <= training_parts(config, run, parameters, ROWS)["copy"] <= written
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -191,3 +196,38 @@ def test_what_the_demo_trains_takes_little(precision):
     config = PRESETS["demo"](4096, 256)
     demo = RunConfig.from_dict({"data": {"context": 256}, "train": {"batch": 4}})
     require(config, demo, 10_400_000, 1 << 29, half=precision == "bf16")
+
+
+def test_memory_that_ran_out_says_the_plan_and_what_to_lower():
+    config = CONFIGS["plain"]
+    error = outgrown(config, RUN, 5000, "in step 7")
+    assert "out of memory in step 7, with 4 rows of 64 tokens at a time; planned were" in error.message
+    for name in ("weights 0.0 MiB", "gradients", "optimizer", "copy", "rows", "activations", "logits"):
+        assert name in error.message
+    for way in ("train.batch", "data.context", "train.recompute=true", "train.precision=bf16", "save_beside=false"):
+        assert way in error.hint
+    tight = {"batch": 1, "recompute": True, "save_beside": False}
+    least = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": tight})
+    assert outgrown(config, least, 5000, "", half=True).hint.endswith("what takes less: a lower data.context")
+
+
+def refused(kind):
+    if kind == "python":
+        raise MemoryError
+    if kind == "numpy":
+        np.empty(1 << 60, np.int8)
+    if kind == "gpu":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch", "gpu"])
+def test_every_way_of_running_out_is_seen(kind):
+    said = MemoryPlanError("as planned")
+    with pytest.raises(MemoryPlanError, match="as planned"), within(lambda: said):
+        refused(kind)
+
+
+def test_another_error_stays_what_it_is():
+    with pytest.raises(RuntimeError, match="a shape"), within(lambda: MemoryPlanError("")):
+        raise RuntimeError("a shape is wrong")

@@ -1,10 +1,12 @@
 """Whole runs under every optimizer, schedule and average: they learn, and a stopped one goes on to the bit."""
 
+import json
 import os
 import signal
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kvad.checkpoint.native import load
 from kvad.checkpoint.open import load_model
@@ -147,3 +149,23 @@ def test_a_gradient_that_overflows_is_skipped_within_a_run(corpus, tmp_path, run
     calls = iter([1] * 100)
     with pytest.raises(NumericalError, match=r"step 4: loss \d.*gradient norm (inf|nan)"):
         train(config, [corpus], tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"name": "adafactor"}, {"name": "muon"}, {"ema": 0.9}, {"average": 2, "average_every": 2}], ids=str
+)
+def test_tied_weights_stay_tied(run_config, corpus, tmp_path, settings):
+    """One matrix, that both ends read: of the model that is trained, of its checkpoints, and of what resumes."""
+    own = {"preset": "tiny", "set": {**SMALL, "tie": True}}
+    config = run_config(model=own, steps=6, eval_every=2, save_every=100, **settings)
+    outcome = train(config, [corpus], tmp_path / "run")
+    model, opened = load_model(tmp_path / "run")
+    assert opened.config.tie and model.head.weight is None
+    assert not [name for name in dict(opened.weights()) if name.startswith("head.")]
+    stored = load_file(outcome.checkpoint / "model.safetensors")
+    assert [name for name in stored if "embed_tokens" in name] and "lm_head.weight" not in stored
+    content = json.loads((outcome.checkpoint / "config.json").read_text())
+    assert content["tie_word_embeddings"] is True
+    hidden = torch.randn(3, opened.config.width)
+    table = model.embed.tokens.weight
+    assert torch.equal(model.logits(hidden, torch.arange(3)), hidden @ table.T)

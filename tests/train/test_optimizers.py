@@ -91,6 +91,42 @@ def test_adafactor_is_that_of_transformers(beta1, scaled, schedule):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("beta1", [None, 0.9])
+def test_adafactor_is_its_formula(beta1):
+    """Of a matrix and of a vector, from the paper's algorithms, written out with loops over the steps alone."""
+    config = OptimConfig(
+        name="adafactor", schedule="constant", lr=0.02, warmup=0, beta1=beta1, weight_decay=0, clip=1e9
+    )
+    model, plain = Toy(), Toy()
+    mine = Optimization(model, config, TrainConfig())
+    x = {n: p.detach().clone() for n, p in plain.named_parameters() if n.endswith(("up.weight", "up.bias"))}
+    row, column, square = torch.zeros(9), torch.zeros(6), torch.zeros(9)
+    row, column, square = (each.double() for each in (row, column, square))
+    average = {name: torch.zeros_like(value) for name, value in x.items()}
+    for step in range(6):
+        mine.begin(step, 0.0)
+        model.randomise(step)
+        plain.randomise(step)
+        mine.step(mine.norm())
+        keep = 1 - (step + 1) ** -0.8
+        for name, value in x.items():
+            grad = plain.get_parameter(name).grad
+            powers = grad**2 + 1e-30
+            if value.dim() == 2:
+                row = keep * row + (1 - keep) * powers.mean(1)
+                column = keep * column + (1 - keep) * powers.mean(0)
+                update = grad / (torch.outer(row, column) / row.mean()).sqrt()
+            else:
+                square = keep * square + (1 - keep) * powers
+                update = grad / square.sqrt()
+            update = update / max(1.0, update.square().mean().sqrt().item())
+            update = update * 0.02 * max(1e-3, value.square().mean().sqrt().item())
+            if beta1 is not None:
+                update = average[name] = beta1 * average[name] + (1 - beta1) * update
+            x[name] = value - update
+            torch.testing.assert_close(model.get_parameter(name).detach(), x[name], rtol=1e-9, atol=1e-12)
+
+
 def orthogonalised(matrix):
     """Five steps of X <- 3.4445 X - 4.7750 (X X') X + 2.0315 (X X')^2 X, from X / |X| (Jordan et al. 2024)."""
     flip = matrix.shape[0] > matrix.shape[1]

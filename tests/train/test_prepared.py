@@ -135,6 +135,10 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
     (prepared / "tokens-00000.bin").write_bytes(tokens)
     code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
     assert code == 2 and "is beyond the model's vocabulary of 257" in err, err
+    (prepared / "manifest.json").write_text(json.dumps(manifest | {"largest": 300}))
+    code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+    assert code == 2 and "beyond the vocabulary of 257: the first is token 1 of text 1\n" in err, err
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
     code, _, err = kvad("data", "check", run(), prepared)
     assert code == 2, err
     (prepared / "tokens-00000.bin").write_bytes(tokens[:-2])

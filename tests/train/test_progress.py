@@ -4,12 +4,20 @@ import io
 import json
 
 import pytest
+import torch
 from rich.console import Console
 
+from kvad.flops import training_pass
+from kvad.step import Lane, Step
+from kvad.train.board import Board, progress_on
+from kvad.train.gauge import Gauge
 from kvad.train.job import train
 from kvad.train.metrics import MetricsFile, Speed, read_metrics
-from kvad.train.progress import PlainProgress, RichProgress, _clock, progress_on
+from kvad.train.presets import PRESETS
+from kvad.train.progress import PlainProgress, clock
 from kvad.train.reports import EvalReport, StartReport, StepReport
+from kvad.train.rows import Batch
+from train.conftest import Listener
 
 START = StartReport(0, 2000, None, 804_224, 10, 10, 768, "fp32", "cpu", 2, "2.13")
 
@@ -22,10 +30,10 @@ def test_the_line_says_loss_speed_time_and_validation():
     progress = PlainProgress(Console(file=io.StringIO(), width=200))
     progress.on_start(START)
     progress.on_step(step(1240))
-    assert progress.line() == "step 1,240/2,000  loss 1.713  lr 4.1e-04  23,400 tokens/s  0:31 left"
+    assert progress.line() == "step 1,240/2,000  loss 1.713  lr 4.1e-04  norm 0.9  23,400 tokens/s  0:31 left"
     progress.on_eval(EvalReport(1240, 1.9017, 100, 1.9))
     assert "loss 1.713  val 1.902  lr" in progress.line()
-    assert _clock(75) == "1:15" and _clock(3700) == "1:01:40"
+    assert clock(75) == "1:15" and clock(3700) == "1:01:40"
 
 
 def test_plain_lines_come_every_ten_seconds_and_at_evaluations():
@@ -41,14 +49,58 @@ def test_plain_lines_come_every_ten_seconds_and_at_evaluations():
     assert "\x1b" not in out.getvalue()
 
 
+def test_the_board_says_all_of_it():
+    board = Board(Console(file=io.StringIO(), force_terminal=True, width=120))
+    board.start = START
+    measured = {"mfu": 0.123, "memory": 412 << 20, "memory_peak": 3 << 30}
+    for number, loss in ((1, 3.0), (2, 2.0)):
+        report = StepReport(**{**step(number).__dict__, "loss": loss, **measured})
+        board.on_step(report)
+    board.on_eval(EvalReport(2, 1.9017, 100, 1.899, 0.441))
+    first, second = board.lines()
+    smooth = (0.9 * 3 + 2) / 1.9
+    assert first == f"loss  {smooth:.3f}   raw 2.000   validation 1.902, best 1.899   right 44.1%"
+    assert second == (
+        "rate  4.1e-04   gradient norm 0.9   23,400 tokens/s   12.3% of a matrix product   412 MiB   at most 3.00 GiB"
+    )
+    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    console.print(board.rendered())
+    shown = console.file.getvalue().splitlines()
+    assert len(shown) == 3 and "step 2/2,000   0:31 left" in shown[0] and "12.3% of a matrix" in shown[2]
+
+
 def test_a_terminal_gets_a_bar_that_is_put_away(corpus, tmp_path, run_config):
     out = io.StringIO()
     progress = progress_on(Console(file=out, force_terminal=True, width=120))
-    assert isinstance(progress, RichProgress)
+    assert isinstance(progress, Board)
     outcome = train(run_config(), [corpus], tmp_path / "run", callbacks=[progress])
     progress.close()
     assert "tokens/s" in out.getvalue() and str(outcome.checkpoint.name) in out.getvalue().replace("\n", "")
     assert out.getvalue().rstrip().endswith("\x1b[0m") or "\x1b[?25h" in out.getvalue()  # the cursor is back
+
+
+def test_being_gauged_changes_no_bit(corpus, tmp_path, run_config, listener):
+    config = run_config(steps=3)
+    train(config, [corpus], tmp_path / "gauged", callbacks=[listener], gauged=True)
+    plain = Listener()
+    train(config, [corpus], tmp_path / "plain", callbacks=[plain])
+    assert [step.loss for step in listener.steps] == [step.loss for step in plain.steps]
+    assert all(step.mfu > 0 for step in listener.steps) and all(step.mfu is None for step in plain.steps)
+    assert all(0 < step.memory <= step.memory_peak for step in plain.steps)
+    lines = read_metrics(tmp_path / "gauged" / "metrics.jsonl")
+    assert lines[0]["gemm_flops"] > 1e8 and lines[1]["mfu"] == listener.steps[0].mfu and lines[1]["grad_norm"] > 0
+
+
+def test_utilisation_is_flops_over_seconds_over_the_peak():
+    speed, gauge = Speed(), Gauge(PRESETS["tiny"](256, 32), peak=1e12)
+    tokens = torch.zeros(4 * 32, dtype=torch.int64)
+    batch = Batch(Step(tokens, tokens, (Lane(4, 32, 32),), tokens), tokens)
+    count = gauge.count([batch, batch])
+    assert count == 2 * training_pass(gauge.model, 4, 32, 128)
+    assert Gauge(gauge.model, 1e12, frozen=True).count([batch, batch]) < count
+    for _ in range(3):
+        speed.add(256, 2.0, count)
+    assert speed.flops_per_second == pytest.approx(count / 2)
 
 
 def test_metrics_drop_what_will_be_done_again(tmp_path):

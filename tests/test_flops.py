@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from kvad import flops
 from kvad.cache.sizing import CacheConfig, group_bytes
 from kvad.config import Embedding, Head, Transform
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
-from kvad.lab import flops
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
@@ -122,3 +122,33 @@ def test_a_source_belongs_to_an_encoder_decoder():
         flops.fresh_pass(PAIRS["pair"], 3)
     with pytest.raises(AssertionError, match="no encoder"):
         flops.fresh_pass(replace(MIXTURES["experts"]), 3, source=4)
+
+
+# ---------------------------------------------------------------- training
+
+
+def trained(config, rows, length, source, asked):
+    """FLOPs that torch counts of a forward and a backward pass, attention made of plain products."""
+    model = Transformer(config)
+    torch.nn.init.normal_(model.table, std=0.1)
+
+    def step(tokens, wanted):
+        ids = torch.arange(rows * tokens) % 7
+        return Step(ids, ids % tokens, (Lane(rows, tokens, tokens),), wanted)
+
+    whole = step(length, torch.arange(asked))
+    if source:
+        whole = whole._replace(source=step(source, torch.empty(0, dtype=torch.int64)))
+    with FlopCounterMode(display=False) as counter:
+        hidden = model(whole, Fresh(config, kernel="reference"))
+        model.logits(hidden, whole.wanted).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", [*MIXTURES, "narrow table"])
+def test_training_costs_three_passes(name):
+    config = {**MIXTURES, **NARROW}[name]
+    if name.startswith("experts"):  # which experts are computed depends on the tokens
+        assert flops.training_pass(config, 2, 7, 5) > 0
+        return
+    assert trained(config, 2, 7, 0, 5) == flops.training_pass(config, 2, 7, 5)

@@ -13,6 +13,11 @@ Bytes: every weight matrix once per pass, and the keys and values that are writt
 Over N tokens from an opening token, recomputation costs (2N + 1) / 3 times the attention (the sum of t^2 over the sum
 of t) and (N + 1) / 2 times the projections (the sum of t over N) of a cache: 4.7's 2N / 3 and N / 2.
 
+A training step costs three times its forward pass: each product has two more in the backward pass, one for what it was
+given and one for its weights.  This is the convention of PaLM (Chowdhery et al. 2022, appendix B), 6 N + 12 L H Q T per
+token, with every product counted: what is computed again (``train.recompute``) and what scheduled sampling reads first
+are not the model's and are left out; so are the products of adapters, beside which frozen weights have one more only.
+
 Nothing here imports torch.
 """
 
@@ -36,7 +41,7 @@ from kvad.config import (
     source_width,
 )
 
-__all__ = ["Cost", "Gain", "cached_pass", "encoder_pass", "formula", "fresh_pass", "generation"]
+__all__ = ["Cost", "Gain", "cached_pass", "encoder_pass", "formula", "fresh_pass", "generation", "training_pass"]
 
 
 class Cost(NamedTuple):
@@ -97,15 +102,9 @@ def cached_pass(
 def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: float | None = None) -> Cost:
     """The encoder over a text of ``length`` tokens: its head, where it stands alone; else the keys and values that
     cross-attention will read, ``stored`` bytes per number."""
-    assert config.encoder is not None, "this model has no encoder"
-    width = source_width(config)
-    cost = _projection(config.embed if config.source is None else config.source.embed, width, length, element)
-    for index in range(config.encoder.layers):
-        layer = config.encoder.layer(index)
-        cost = cost.plus(_layer(config, layer.mixer, width, width, length, length, element))
-        cost = cost.plus(_mlp(layer.mlp, width, length, element))
+    cost, width = _encoder(config, length, element), source_width(config)
     if config.decoder is None:
-        return cost.plus(_answers(config, length, element))
+        return cost.plus(_answers(config, 1 if config.per_row else length, element))
     for spec in (mixer for mixer in mixers(config) if mixer.cross):
         values = spec.kv_heads * (spec.head_dim + spec.value_dim)
         written = round(length * values * (element if stored is None else stored))
@@ -113,6 +112,23 @@ def encoder_pass(config: ModelConfig, length: int, *, element: int = 4, stored: 
             Cost(projections=2 * length * width * values, weights=width * values * element, written=written)
         )
     return cost
+
+
+def training_pass(
+    config: ModelConfig, rows: int, length: int, asked: int, *, source: int = 0, frozen: bool = False
+) -> int:
+    """FLOPs of the forward and the backward pass over ``rows`` rows of ``length`` tokens, as they lie in memory, beside
+    sources of ``source`` tokens, with ``asked`` answers in all; ``frozen``: the weights are not trained."""
+    row = Cost()
+    if config.encoder is not None:
+        row = row.plus(_encoder(config, source if config.decoder is not None else length, 0))
+    if config.decoder is not None:
+        row = row.plus(_decoder_layers(config, length, [length] * config.decoder.layers, source, 0, 0))
+        for spec in (mixer for mixer in mixers(config) if mixer.cross):
+            values = spec.kv_heads * (spec.head_dim + spec.value_dim)
+            row = row.plus(Cost(projections=2 * source * source_width(config) * values))
+    weighted = rows * row.projections + _answers(config, asked, 0).head
+    return (2 if frozen else 3) * weighted + 3 * rows * row.attention
 
 
 def generation(
@@ -137,7 +153,23 @@ def _sum(costs: Iterable[Cost]) -> Cost:
     return total
 
 
+def _encoder(config: ModelConfig, length: int, element: int) -> Cost:
+    """Its layers, over one text."""
+    assert config.encoder is not None, "this model has no encoder"
+    width = source_width(config)
+    cost = _projection(config.embed if config.source is None else config.source.embed, width, length, element)
+    for index in range(config.encoder.layers):
+        layer = config.encoder.layer(index)
+        cost = cost.plus(_layer(config, layer.mixer, width, width, length, length, element))
+        cost = cost.plus(_mlp(layer.mlp, width, length, element))
+    return cost
+
+
 def _decoder_pass(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: float) -> Cost:
+    return _decoder_layers(config, new, slots, source, element, stored).plus(_answers(config, 1, element))
+
+
+def _decoder_layers(config: ModelConfig, new: int, slots: list[int], source: int, element: int, stored: float) -> Cost:
     assert config.decoder is not None, "an encoder generates nothing"
     assert bool(source) == (config.encoder is not None), "an encoder-decoder reads a source, and no other does"
     cost = _projection(config.embed, config.width, new, element)
@@ -147,7 +179,7 @@ def _decoder_pass(config: ModelConfig, new: int, slots: list[int], source: int, 
         cost = cost.plus(_mlp(layer.mlp, config.width, new, element))
         if layer.cross is not None:
             cost = cost.plus(_layer(config, layer.cross, config.width, 0, new, source, element, stored))
-    return cost.plus(_answers(config, 1, element))
+    return cost
 
 
 def _projection(embed: Embedding, width: int, new: int, element: int) -> Cost:
@@ -182,9 +214,9 @@ def _mlp(mlp: Plain | Gated | Experts, width: int, new: int, element: int) -> Co
     return Cost(projections=2 * new * (mlp.active * one + router), weights=(chosen * one + router) * element)
 
 
-def _answers(config: ModelConfig, length: int, element: int) -> Cost:
-    """The head, of ``length`` tokens or of the pooled row."""
+def _answers(config: ModelConfig, count: int, element: int) -> Cost:
+    """The head, of ``count`` tokens or pooled rows."""
     head, width = config.head, head_width(config)
     outputs = 0 if isinstance(head, Pooled) else len(head.labels) if isinstance(head, Classes) else config.vocab
     matrices = width * outputs + (0 if head.transform is None else config.width * width)
-    return Cost(head=2 * (1 if config.per_row else length) * matrices, weights=matrices * element)
+    return Cost(head=2 * count * matrices, weights=matrices * element)

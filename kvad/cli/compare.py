@@ -1,0 +1,127 @@
+"""``kvad compare RUN RUN...``: training runs side by side; reading and drawing is ``kvad.lab.runs``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvad.cli.common import emit_json, format_bytes, json_option
+from kvad.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvad.lab.runs import Run, Summary
+
+__all__ = ["compare"]
+
+WIDEST = 28  # columns of a value in the table
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--out",
+    multiple=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="PNG, SVG or PDF; may be repeated.  [default: compare.png and compare.svg, here]",
+)
+@click.option(
+    "--x", "axis", type=click.Choice(["steps", "tokens", "seconds"]), default="steps", show_default=True,
+    help="The horizontal axis.",
+)  # fmt: skip
+@click.option(
+    "--smooth",
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Of the loss: how much of its weight a logged step keeps with each next one.  [default: by their number]",
+)
+@json_option
+def compare(runs: tuple[Path, ...], out: tuple[Path, ...], axis: str, smooth: float | None, as_json: bool) -> None:
+    """Hold training runs against each other: their curves in one figure, and in a table what differs in their
+    configurations and what came of them.
+
+    RUN is the --out of a kvad train, finished or not.  Losses of runs with other tokenizers or objectives are not
+    comparable, and that is said.
+
+    \b
+    kvad compare runs/a runs/b
+    kvad compare runs/lr-* --x tokens -o lr.svg
+    """
+    from kvad.lab.runs import cautions, differences, draw_runs, read_runs, usual
+
+    if len(runs) < 2:
+        raise UsageError(
+            "one run has nothing to be compared with", "name two or more; its own curves are in its folder"
+        )
+    found = read_runs(runs)
+    smooth = usual(found) if smooth is None else smooth
+    summaries = [run.summary(smooth) for run in found]
+    different, warned = differences(found), cautions(found)
+    try:
+        figures = draw_runs(found, list(out) or [Path("compare.png"), Path("compare.svg")], axis, smooth)
+    except ModuleNotFoundError:
+        click.echo("kvad: no curves: pip install 'kvad[plot]' draws them", err=True)
+        figures = []
+    if as_json:
+        each = [
+            {"name": run.name, "path": run.path, **dataclasses.asdict(summary)}
+            for run, summary in zip(found, summaries, strict=True)
+        ]
+        emit_json({"runs": each, "differences": different, "cautions": warned, "figures": figures})
+        return
+    click.echo("\n".join(_table(found, summaries, different)))
+    for line in warned:
+        click.echo(f"note: {line}")
+    for path in figures:
+        click.echo(path)
+
+
+def _table(runs: Sequence[Run], summaries: Sequence[Summary], different: dict[str, list[Any]]) -> list[str]:
+    """Keys down, runs across: first what differs, then what came of it."""
+    rows: list[tuple[str, list[str]]] = [("", [run.name for run in runs])]
+    rows += [(key, [_short(value) for value in values]) for key, values in different.items()]
+    rows += [("", ["-" for _ in runs])]
+    rows += [(name, [said(summary) for summary in summaries]) for name, said in RESULTS]
+    first = max(len(key) for key, _ in rows)
+    widths = [max(len(values[at]) for _, values in rows) for at in range(len(runs))]
+    lines = []
+    for key, values in rows:
+        if all(value == "-" for value in values) and not key:
+            lines.append("-" * (first + sum(width + 2 for width in widths)))
+            continue
+        cells = "".join(f"  {value:>{width}}" for value, width in zip(values, widths, strict=True))
+        lines.append(f"{key:<{first}}{cells}".rstrip())
+    return lines
+
+
+def _short(value: object) -> str:
+    text = "-" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= WIDEST else "..." + text[3 - WIDEST :]
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _best(summary: Summary) -> str:
+    return "-" if summary.best is None else f"{summary.best:.4f} (step {summary.best_step:,})"
+
+
+RESULTS = (
+    ("parameters", lambda s: f"{s.parameters:,}"),
+    ("steps", lambda s: f"{s.steps:,}" + ("" if s.finished else " so far")),
+    ("tokens", lambda s: f"{s.tokens:,}"),
+    ("loss, smoothed", lambda s: _loss(s.loss)),
+    ("validation", lambda s: _loss(s.validation)),
+    ("best validation", _best),
+    ("seconds", lambda s: f"{s.seconds:,.0f}"),
+    ("tokens/s", lambda s: f"{s.tokens_per_second:,.0f}"),
+    ("of a matrix product", lambda s: "-" if s.mfu is None else f"{s.mfu:.1%}"),
+    ("memory, at most", lambda s: "-" if s.memory_peak is None else format_bytes(s.memory_peak)),
+    ("computed by", lambda s: f"{s.precision} {s.device}, {s.threads} thr."),
+)

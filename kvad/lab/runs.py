@@ -1,0 +1,256 @@
+"""Training runs held against each other: what differs in their configurations, what came of it, and their curves.
+
+A run is read from its folder: ``metrics.jsonl``, and the newest checkpoint's ``training/state.json`` for what it was
+configured as, on what texts and with which tokenizer.  No torch, and no weight is read.
+
+A loss is nats per token, and a token is what the tokenizer makes of a text: losses of two tokenizers, or of two
+objectives, say nothing about each other, and :func:`cautions` says so.  Smoothed is a moving average of the logged
+losses that starts without a bias (Kingma & Ba 2015, sec. 3), over about a fortieth of them where nobody says more.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvad.checkpoint.folder import TRAINING, read_json, steps_of
+from kvad.errors import DataError, KvadError
+from kvad.lab.plot import Panel, Series, draw_loss, draw_panels, read_lines
+from kvad.text.tokenizer import load_tokenizer
+
+__all__ = [
+    "AXES",
+    "Run",
+    "Summary",
+    "cautions",
+    "differences",
+    "draw_runs",
+    "panels",
+    "plot_run",
+    "read_run",
+    "read_runs",
+    "smoothed",
+    "usual",
+]
+
+AXES = {"steps": "step", "tokens": "tokens", "seconds": "elapsed"}  # of a figure -> their key in metrics.jsonl
+LABELS = {"steps": "step", "tokens": "tokens learned", "seconds": "seconds of training"}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of a run, as far as it has come.  ``loss``: smoothed; ``best``: the lowest validation loss, after
+    ``best_step`` steps; ``tokens_per_second`` over the whole run, evaluations and saves among its seconds."""
+
+    parameters: int
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    loss: float
+    validation: float | None
+    best: float | None
+    best_step: int | None
+    mfu: float | None
+    memory_peak: int | None
+    precision: str
+    device: str
+    threads: int
+    finished: bool
+
+
+@dataclass(frozen=True)
+class Run:
+    """``config``: its tables, by dotted key, and ``corpus``; {} of a run that has saved nothing yet.  ``tokenizer``:
+    its fingerprint, None where no checkpoint holds one; ``data``: the fingerprint of its tokens."""
+
+    name: str
+    path: Path
+    start: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]]
+    evals: Sequence[Mapping[str, Any]]
+    finished: bool
+    config: Mapping[str, Any]
+    tokenizer: str | None
+    data: str | None
+
+    def summary(self, smooth: float) -> Summary:
+        last = self.steps[-1]
+        best = min(self.evals, key=lambda line: line["val_loss"], default=None)
+        seconds = float(last["elapsed"])
+        return Summary(
+            parameters=self.start.get("parameters", 0),
+            steps=last["step"],
+            tokens=last["tokens"],
+            seconds=seconds,
+            tokens_per_second=last["tokens"] / seconds if seconds else 0.0,
+            loss=smoothed([line["loss"] for line in self.steps], smooth)[-1],
+            validation=self.evals[-1]["val_loss"] if self.evals else None,
+            best=None if best is None else best["val_loss"],
+            best_step=None if best is None else best["step"],
+            mfu=last.get("mfu"),
+            memory_peak=last.get("memory_peak"),
+            precision=self.start.get("precision", ""),
+            device=self.start.get("device", ""),
+            threads=self.start.get("threads", 0),
+            finished=self.finished,
+        )
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Named by as much of their paths as tells them apart.  Raises as :func:`read_run`, and for the same run twice."""
+    places = [path.resolve() for path in paths]
+    if twice := next((path for at, path in enumerate(paths) if places[at] in places[:at]), None):
+        raise DataError(f"{twice} is named twice")
+    return [read_run(path, name) for path, name in zip(paths, _names(places), strict=True)]
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    for depth in range(1, max(len(place.parts) for place in places) + 1):
+        names = ["/".join(place.parts[-depth:]) for place in places]
+        if len(set(names)) == len(names):
+            return names
+    return [str(place) for place in places]
+
+
+def read_run(path: Path, name: str = "") -> Run:
+    """Raises DataError for a folder that is no run, or whose run has logged no step yet."""
+    if not path.is_dir():
+        raise DataError(f"{path} is no folder", "name the --out of a kvad train")
+    if not (path / "metrics.jsonl").is_file():
+        raise DataError(f"{path} is no run: it holds no metrics.jsonl", "name the --out of a kvad train")
+    lines = read_lines(path / "metrics.jsonl")
+    steps = [line for line in lines if line.get("kind") == "step" and _finite(line.get("loss"))]
+    if not steps:
+        raise DataError(f"{path} has logged no step yet", "wait for its first one")
+    evals = [line for line in lines if line.get("kind") == "eval" and _finite(line.get("val_loss"))]
+    start = next((line for line in lines if line.get("kind") == "run"), {})
+    done = any(line.get("kind") == "end" for line in lines)
+    config, tokenizer, data = _saved(path)
+    return Run(name or path.name, path, start, steps, evals, done, config, tokenizer, data)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _saved(path: Path) -> tuple[dict[str, Any], str | None, str | None]:
+    """Configuration, tokenizer and tokens, as the newest checkpoint has them."""
+    found = steps_of(path)
+    if not found or not (found[-1] / TRAINING / "state.json").is_file():
+        return {}, None, None
+    state = read_json(found[-1] / TRAINING / "state.json")
+    config = dict(_flat(state.get("run", {})))
+    config["corpus"] = state.get("corpus")
+    try:
+        tokenizer: str | None = load_tokenizer(found[-1]).fingerprint()
+    except KvadError:  # of adapters and compressors: it lies with their model
+        tokenizer = None
+    return config, tokenizer, state.get("data")
+
+
+def _flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}", value
+
+
+# ---------------------------------------------------------------- what differs
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Key -> each run's value, where they are not all the same; None where a run has no such key."""
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
+
+
+def cautions(runs: Sequence[Run]) -> list[str]:
+    """Why losses, or validation losses, of these runs say nothing about each other."""
+    found = []
+    if unsaved := [run.name for run in runs if not run.config]:
+        found.append(f"no checkpoint of {', '.join(unsaved)} yet: what it was configured as is not known")
+    if len({run.tokenizer for run in runs if run.tokenizer is not None}) > 1:
+        found.append(
+            "tokenizers differ: losses are nats per token of each, and NOT comparable (kvad eval says bits per byte)"
+        )
+    if len({run.config["objective.kind"] for run in runs if "objective.kind" in run.config}) > 1:
+        found.append("objectives differ: their losses are NOT comparable")
+    if len({_judged_by(run) for run in runs if run.data is not None}) > 1:
+        found.append("texts, or what is held out of them, differ: validation losses are of different texts")
+    return found
+
+
+def _judged_by(run: Run) -> tuple[object, ...]:
+    keys = ("data.validation", "data.context", "data.order", "train.seed", "train.eval_tokens")
+    return (run.data, *(str(run.config.get(key)) for key in keys))
+
+
+# ---------------------------------------------------------------- curves
+
+
+def draw_runs(runs: Sequence[Run], out: Sequence[Path], x: str = "steps", smooth: float | None = None) -> list[Path]:
+    """Their curves, into every file of ``out``.  Raises as ``plot.draw``."""
+    return draw_panels(panels(runs, x, smooth), out, x_label=LABELS[x])
+
+
+def plot_run(path: Path) -> list[Path]:
+    """``loss`` and ``curves`` of a run's folder, each as PNG and SVG; ``[]`` where no step was logged yet."""
+    loss = draw_loss(path / "metrics.jsonl", [path / "loss.png", path / "loss.svg"])
+    return loss and [*loss, *draw_runs([read_run(path)], [path / "curves.png", path / "curves.svg"])]
+
+
+def smoothed(values: Sequence[float], keep: float) -> list[float]:
+    """A moving average in which a value keeps ``keep`` of its weight with each one after it."""
+    found, average = list[float](), 0.0
+    for count, value in enumerate(values, 1):
+        average = keep * average + (1 - keep) * value
+        found.append(average / (1 - keep**count))
+    return found
+
+
+def usual(runs: Sequence[Run]) -> float:
+    """How much is smoothed where nobody says: the same for all, nothing of a few points."""
+    return max(0.0, 1 - 40 / max(len(run.steps) for run in runs))
+
+
+def panels(runs: Sequence[Run], x: str = "steps", smooth: float | None = None) -> list[Panel]:
+    """Loss (raw, smoothed, validation), learning rate and gradient norm, a colour for each run."""
+    key, several = AXES[x], len(runs) > 1
+    keep = usual(runs) if smooth is None else smooth
+    loss, rate, norm = list[Series](), list[Series](), list[Series]()
+    for colour, run in enumerate(runs):
+        at = [float(line[key]) for line in run.steps]
+        raw = [line["loss"] for line in run.steps]
+        loss.append(Series("" if several else "training", at, raw, faint=True, colour=colour))
+        label = run.name if several else "training, smoothed"
+        loss.append(Series(label, at, smoothed(raw, keep), colour=colour))
+        if run.evals:
+            held = [float(_at(run.steps, key, line["step"])) for line in run.evals]
+            losses = [line["val_loss"] for line in run.evals]
+            other = colour if several else colour + 1
+            loss.append(Series("" if several else "validation", held, losses, dots=True, dashed=several, colour=other))
+        rate.append(Series("", at, [line["lr"] for line in run.steps], colour=colour))
+        norms = [(a, line["grad_norm"]) for a, line in zip(at, run.steps, strict=True) if _finite(line["grad_norm"])]
+        norm.append(Series("", [a for a, _ in norms], [value for _, value in norms], colour=colour))
+    said = "loss (nats per token)"
+    title = "thin: raw; line: smoothed; dots: validation" if several else ""
+    return [Panel(said, loss, title), Panel("learning rate", rate), Panel("gradient norm", norm, log_y=True)]
+
+
+def _at(steps: Sequence[Mapping[str, Any]], key: str, step: int) -> float:
+    """Where a step lies on an axis: between the logged ones on its sides."""
+    numbers = [int(line["step"]) for line in steps]
+    high = min(bisect_left(numbers, step), len(steps) - 1)
+    low = max(high - 1, 0)
+    ends = float(steps[low][key]), float(steps[high][key])
+    if numbers[high] <= step or low == high:
+        return float(step) if key == "step" else ends[1]
+    share = (step - numbers[low]) / (numbers[high] - numbers[low])
+    return ends[0] * (1 - share) + ends[1] * share

@@ -1,0 +1,114 @@
+"""Training in a terminal: a small board that is drawn over itself, and put away when training ends.
+
+     ━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━   step 1,240/2,000   0:31 left
+     loss  1.713   raw 1.698   validation 1.902, best 1.899   right 44.1%
+     rate  4.1e-04   gradient norm 0.83   23,400 tokens/s   12.3% of a matrix product   412.5 MiB, at most 415.0 MiB
+
+The smoothed loss is a moving average of which half is of the last seven steps.  rich draws it at most four times a
+second, in a thread of its own; a step hands over its report and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvad.train.progress import PlainProgress, clock
+from kvad.train.reports import Outcome, StartReport, StepReport
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+__all__ = ["Board", "progress_on"]
+
+KEEP = 0.9  # of the smoothed loss's weight, from step to step
+REFRESH = 4  # a second
+WIDTH = 32  # of the bar
+
+
+def progress_on(console: Console) -> PlainProgress:
+    """What suits the console."""
+    return Board(console) if console.is_terminal else PlainProgress(console)
+
+
+class Board(PlainProgress):
+    """What a terminal shows; evaluations, samples and saves stay above it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._live: Live | None = None
+        self._summed = self._weight = 0.0
+
+    def on_start(self, report: StartReport) -> None:
+        from rich.live import Live
+
+        super().on_start(report)
+        self._live = Live(
+            get_renderable=self.rendered, console=self.console, transient=True, refresh_per_second=REFRESH
+        )
+        self._live.start()
+
+    def on_step(self, report: StepReport) -> None:
+        self.last = report
+        self._summed = KEEP * self._summed + report.loss
+        self._weight = KEEP * self._weight + 1
+
+    def on_end(self, outcome: Outcome) -> None:
+        self.close()
+        super().on_end(outcome)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def rendered(self) -> RenderableType:
+        """The board as it is now."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        if self.last is None or self.start is None:
+            return Text("  the first step ...")
+        first = Table.grid(padding=(0, 2))
+        first.add_row("", ProgressBar(total=1.0, completed=self._share(), width=WIDTH), Text(self._where()))
+        lines = [Text("  " + line, no_wrap=True, overflow="ellipsis") for line in self.lines()]
+        return Group(first, *lines)
+
+    def lines(self) -> list[str]:
+        """Below the bar: of the loss, and of how it is come by."""
+        last = self.last
+        assert last is not None
+        losses = [f"loss  {self._summed / self._weight:.3f}", f"raw {last.loss:.3f}"]
+        if self.val_loss is not None:
+            losses.append(f"validation {self.val_loss:.3f}, best {self.best:.3f}")
+        if self.accuracy is not None:
+            losses.append(f"right {self.accuracy:.1%}")
+        how = [f"rate  {last.lr:.1e}", f"gradient norm {last.grad_norm:.3g}", f"{last.tokens_per_second:,.0f} tokens/s"]
+        if last.mfu is not None:
+            how.append(f"{last.mfu:.1%} of a matrix product")
+        if last.memory is not None:
+            how.append(_memory(last.memory))
+        if last.memory_peak is not None:
+            how.append(f"at most {_memory(last.memory_peak)}")
+        return ["   ".join(losses), "   ".join(how)]
+
+    def _share(self) -> float:
+        start, last = self.start, self.last
+        assert start is not None and last is not None
+        shares = [last.step / start.steps] if start.steps else []
+        if start.minutes is not None:
+            shares.append(last.elapsed / (60 * start.minutes))
+        return min(1.0, max(shares, default=0.0))
+
+    def _where(self) -> str:
+        start, last = self.start, self.last
+        assert start is not None and last is not None
+        limit = f"/{start.steps:,}" if start.steps is not None else ""
+        left = "" if last.eta is None else f"   {clock(last.eta)} left"
+        return f"step {last.step:,}{limit}{left}"
+
+
+def _memory(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,348 @@
+"""``kvad train --dry-run``: what a run will take.  Nothing is written but its tokens, in a temporary folder.
+
+Counted: parameters, memory (``memory.py``), tokens, steps, epochs, FLOPs (``kvad/flops.py``, the rows of the first
+step), bytes of a checkpoint.  Measured, on this machine as busy as it is now: a matrix product, and rows of the first
+step's first micro-batch, forwards and backwards, with an optimizer's step.  As many rows as take some seconds; a whole
+step is reckoned from them.  Nothing is measured where it would not fit into memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvad.config import ModelConfig, mixers
+from kvad.model.compress import Compressor
+from kvad.model.transformer import Transformer
+from kvad.step import Lane, Step
+from kvad.train.compress import subject_of
+from kvad.train.config import RunConfig
+from kvad.train.data import TrainingData
+from kvad.train.distil import Distillation
+from kvad.train.gauge import Gauge, gemm_peak
+from kvad.train.initial import initialise
+from kvad.train.masking import MaskedData
+from kvad.train.material import Material, Named, named_for
+from kvad.train.memory import training_bytes, training_parts
+from kvad.train.objective import Autocast, Objective, resolve_precision
+from kvad.train.objectives import fitting, make_objective
+from kvad.train.optim import Optimization
+from kvad.train.refusals import check_machine
+from kvad.train.rows import Batch
+from kvad.train.spans import SpanData
+from kvad.train.speed import prepare, refuse
+from kvad.train.start import Start, absolute, start_of
+
+__all__ = ["TrainingPlan", "Trial", "plan", "rows_of"]
+
+SECONDS = 10.0  # that a trial's passes take at most, about
+AGAIN = 4  # times, where they are soon done
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was measured: ``seconds`` forwards and backwards over ``rows`` rows, and of an optimizer's ``update``.
+    ``utilisation``: the rows' FLOPs a second over those of a matrix product (None: not counted)."""
+
+    rows: int
+    seconds: float
+    update: float
+    utilisation: float | None
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """None is what cannot be known: tokens and epochs of what is read in its order, steps of a run that only the clock
+    ends where nothing was measured, FLOPs and memory of a compressor's training.
+
+    ``memory``: bytes by what they are for, ``fits``: the most rows of a micro-batch (None: nobody knows what is
+    available).  ``seconds``: all of the run but its saves, of which ``evaluating``.  ``checkpoint``: bytes on the disk,
+    ``kept``: how many stay.
+    """
+
+    objective: str
+    kind: str
+    parameters: int
+    trained: int
+    memory: Mapping[str, int] | None
+    available: int | None
+    fits: int | None
+    train_tokens: int | None
+    validation_tokens: int | None
+    batch: int
+    accumulate: int
+    context: int
+    tokens_per_step: int
+    steps: int | None
+    minutes: float | None
+    epochs: float | None
+    step_flops: int | None
+    gemm_flops: float
+    trial: Trial | None
+    step_seconds: float | None
+    seconds: float | None
+    evaluating: float | None
+    checkpoint: int
+    kept: int
+    device: str
+    precision: str
+    threads: int
+
+    @property
+    def tokens(self) -> int | None:
+        return None if self.steps is None else self.steps * self.tokens_per_step
+
+    @property
+    def flops(self) -> int | None:
+        return None if self.steps is None or self.step_flops is None else self.steps * self.step_flops
+
+    @property
+    def bytes(self) -> int | None:
+        return None if self.memory is None else sum(self.memory.values())
+
+
+def plan(config: RunConfig, corpus: Named, available: int | None, tell: Callable[[str], None]) -> TrainingPlan:
+    """``available``: bytes that may be taken (None: nobody knows).  Raises as ``job.train``, but for memory."""
+    check_machine(config.train)
+    with tempfile.TemporaryDirectory() as folder:
+        subject = (_compressor if config.objective.kind == "compress" else _model)(config, corpus, Path(folder), tell)
+        return _planned(subject, available)
+
+
+class _Subject(NamedTuple):
+    """What would be trained; ``make``: the trained module and its objective."""
+
+    config: RunConfig
+    model: ModelConfig
+    parameters: int
+    trained: int
+    data: TrainingData
+    make: Callable[[], tuple[nn.Module, Objective]]
+
+    @property
+    def compressor(self) -> bool:
+        return self.config.objective.kind == "compress"
+
+    @property
+    def precision(self) -> str:
+        return resolve_precision(self.config.train.precision, self.config.train.device)
+
+
+def _model(config: RunConfig, corpus: Named, folder: Path, tell: Callable[[str], None]) -> _Subject:
+    config = absolute(config)
+    start = start_of(config)
+    config = fitting(config, config.resolve(vocab=1).kind if start is None else start.model_config.kind)
+    material = Material(
+        config, named_for(config.objective.kind, corpus), tell, start=None if start is None else start.opened
+    )
+    tokenizer = material.make_tokenizer() if start is None else start.tokenizer
+    model = material.shaped(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
+    material.open(folder / "data", tokenizer)
+    every, trained = _parameters(model) if start is None else start.parameters
+
+    def make() -> tuple[nn.Module, Objective]:
+        made = _made(config, model, start)
+        autocast = Autocast(resolve_precision(config.train.precision, config.train.device), config.train.device)
+        return made, make_objective(config, made, autocast)
+
+    return _Subject(config, model, every, trained, material.data, make)
+
+
+def _made(config: RunConfig, model: ModelConfig, start: Start | None) -> Transformer:
+    torch.manual_seed(config.train.seed)
+    made = Transformer(model) if start is None else start.model()
+    if start is None and model.kind != "decoder":
+        initialise(made)
+    made.to(config.train.device)
+    prepare(made, config.train)
+    return made
+
+
+def _parameters(model: ModelConfig) -> tuple[int, int]:
+    with torch.device("meta"):
+        every = sum(parameter.numel() for parameter in Transformer(model).parameters())
+    return every, every
+
+
+def _compressor(config: RunConfig, corpus: Named, folder: Path, tell: Callable[[str], None]) -> _Subject:
+    refuse(config.train)
+    opened, tokenizer = subject_of(config)
+    material = Material(config, named_for("compress", corpus), tell)
+    material.open(folder / "data", tokenizer)
+    wanted, train = config.compress, config.train
+    compressor = Compressor(mixers(opened.config), wanted.ratio, wanted.hidden)
+    trained = sum(parameter.numel() for parameter in compressor.parameters())
+
+    def make() -> tuple[nn.Module, Objective]:
+        from kvad.checkpoint.open import model_of
+
+        model = model_of(opened, "float32", train.device)
+        autocast = Autocast(resolve_precision(train.precision, train.device), train.device)
+        return compressor, Distillation(model, compressor.to(train.device), wanted, autocast)
+
+    return _Subject(config, opened.config, _parameters(opened.config)[0] + trained, trained, material.data, make)
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def _planned(subject: _Subject, available: int | None) -> TrainingPlan:
+    config, data, train = subject.config, subject.data, subject.config.train
+    memory, fits = (None, None) if subject.compressor else _memory(subject, available)
+    peak = gemm_peak(train.device, subject.precision)
+    gauge = Gauge(subject.model, peak, frozen=config.lora is not None)
+    batches = data.micro_batches(0)
+    counted = None if subject.compressor else gauge.count(batches)
+    known = data.train_tokens > 0
+    per_step = data.tokens_per_step
+    if not known and batches[0].step.source is not None:  # what pairs bring is known of those that were read only
+        per_step = sum(len(batch.targets) for batch in batches)
+    read = data.read_per_step if isinstance(data, (MaskedData, SpanData)) else per_step
+    trial = None
+    if fits is None or fits >= train.batch:
+        trial = _trial(subject, batches[0], gauge)
+    seconds = None if trial is None else train.accumulate * trial.seconds * train.batch / trial.rows + trial.update
+    judged = min(train.eval_tokens or data.validation_tokens, data.validation_tokens)
+    evaluation = None if trial is None or seconds is None else (seconds - trial.update) / 3 * judged / read
+    steps = _steps(config, seconds, evaluation)
+    evaluating = None
+    if steps is not None and evaluation is not None:
+        evaluating = -(-steps // train.eval_every) * evaluation  # one at the end, too
+    return TrainingPlan(
+        objective=config.objective.kind,
+        kind=subject.model.kind,
+        parameters=subject.parameters,
+        trained=subject.trained,
+        memory=memory,
+        available=available,
+        fits=fits,
+        train_tokens=data.train_tokens if known else None,
+        validation_tokens=data.validation_tokens,
+        batch=train.batch,
+        accumulate=train.accumulate,
+        context=config.data.context,
+        tokens_per_step=per_step,
+        steps=steps,
+        minutes=train.minutes,
+        epochs=steps * read / data.train_tokens if known and steps is not None else None,
+        step_flops=counted,
+        gemm_flops=peak,
+        trial=trial,
+        step_seconds=seconds,
+        seconds=None if steps is None or seconds is None or evaluating is None else steps * seconds + evaluating,
+        evaluating=evaluating,
+        checkpoint=_checkpoint(subject),
+        kept=train.keep + train.keep_best,
+        device=train.device,
+        precision=subject.precision,
+        threads=torch.get_num_threads(),
+    )
+
+
+def _memory(subject: _Subject, available: int | None) -> tuple[dict[str, int], int | None]:
+    """(parts, the most rows of a micro-batch that fit, as many as are asked or fewer).  Only the CPU is asked."""
+    config, batch = subject.config, subject.config.train.batch
+    half = subject.precision == "bf16"
+    learned = None if config.lora is None else subject.trained
+    parts = training_parts(subject.model, config, subject.parameters, batch, half=half, learned=learned)
+    if available is None or torch.device(config.train.device).type != "cpu":
+        return parts, None
+    sizes = range(batch, 0, -1)
+    need = (training_bytes(subject.model, config, subject.parameters, n, half=half, learned=learned) for n in sizes)
+    return parts, next((n for n, bytes_ in zip(sizes, need, strict=True) if bytes_ <= available), 0)
+
+
+def _steps(config: RunConfig, seconds: float | None, evaluation: float | None) -> int | None:
+    """Where the clock ends it, as many as it leaves time for."""
+    train = config.train
+    if train.minutes is None or seconds is None or evaluation is None:
+        return train.last_step if train.minutes is None else None
+    by_clock = max(1, int(60 * train.minutes / (seconds + evaluation / train.eval_every)))
+    return by_clock if train.last_step is None else min(by_clock, train.last_step)
+
+
+def _checkpoint(subject: _Subject) -> int:
+    """Bytes: what is trained (adapters and compressors alone), what the optimizer remembers, and averages."""
+    optim, trained = subject.config.optim, 4 * subject.trained
+    moments = {"adamw": 2, "muon": 1, "adafactor": 0 if optim.beta1 is None else 1}[optim.name] * trained
+    if optim.name == "muon" and subject.config.lora is None and not subject.compressor:
+        held = training_parts(subject.model, subject.config, subject.parameters, 1)["optimizer"]
+        moments = held - trained * (optim.average + (optim.ema > 0))
+    averages = trained * (1 + optim.average + (optim.ema > 0)) if optim.average or optim.ema else 0
+    return trained + moments + averages
+
+
+# ---------------------------------------------------------------- the trial
+
+
+def _trial(subject: _Subject, batch: Batch, gauge: Gauge) -> Trial:
+    """Of real rows: one to begin with, then as many as are expected to take ``SECONDS`` together; the fastest of
+    several times, if that is soon done."""
+    module, objective = subject.make()
+    train, model = subject.config.train, subject.model
+    optimization = Optimization(module, subject.config.optim, train, None if subject.compressor else model.width)
+    module.train()
+
+    def timed(some: Batch) -> tuple[float, float]:
+        optimization.begin(0, 0.0)
+        began = _now(train.device)
+        objective.backward(some, optimization.scaled(len(some.targets)))
+        passed = _now(train.device)
+        optimization.step(optimization.norm())
+        return passed - began, _now(train.device) - passed
+
+    rows = batch.step.lanes[0].rows
+    timed(rows_of(batch, 1))  # makes what a first step makes
+    one, update = timed(rows_of(batch, 1))
+    chosen = min(rows, max(1, int(SECONDS / max(one, 1e-9))))
+    some = rows_of(batch, chosen)
+    best, spent = one, one
+    if chosen > 1:
+        best, update = timed(some)
+        spent += best
+    for _ in range(AGAIN):
+        if spent + best > SECONDS / 3:
+            break
+        seconds, other = timed(some)
+        spent, best, update = spent + seconds, min(best, seconds), min(update, other)
+    share = None if subject.compressor else gauge.count([some]) / best / gauge.peak
+    return Trial(chosen, best, update, share)
+
+
+def _now(device: str) -> float:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def rows_of(batch: Batch, count: int) -> Batch:
+    """The first rows of a micro-batch."""
+    step = _first(batch.step, count)
+    source = None if batch.step.source is None else _first(batch.step.source, count)
+    mixed = None if batch.mixed is None else batch.mixed[batch.mixed < len(step.tokens)]
+    return Batch(step._replace(source=source), batch.targets[: len(step.wanted)], mixed)
+
+
+def _first(step: Step, count: int) -> Step:
+    (lane,) = step.lanes
+    size = count * lane.new
+
+    def cut(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[:size]
+
+    return step._replace(
+        tokens=step.tokens[:size],
+        positions=step.positions[:size],
+        lanes=(Lane(count, lane.new, lane.read),),
+        wanted=step.wanted[step.wanted < size],
+        documents=cut(step.documents),
+        limits=cut(step.limits),
+        order=cut(step.order),
+    )

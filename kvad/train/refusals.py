@@ -1,0 +1,80 @@
+"""What is refused before a run is one: a place that it cannot have, a machine that cannot do it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from kvad.checkpoint.folder import locate, steps_of
+from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.train.config import TrainConfig
+from kvad.train.events import require as require_events
+from kvad.train.material import Named
+from kvad.train.pairs import PairPaths
+
+__all__ = ["check_machine", "check_out", "check_run", "holds_run", "nothing_left"]
+
+TEXTS = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a corpus would take for text
+
+
+def holds_run(out: Path, overwrite: bool) -> bool:
+    """Whether a folder holds a run already.  UsageError where it may not give way."""
+    earlier = steps_of(out)
+    if earlier and not overwrite:
+        raise UsageError(
+            f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
+        )
+    return bool(earlier)
+
+
+def check_run(out: Path) -> None:
+    """CheckpointError for one of a run's checkpoints, its best for one: a run goes on from its newest."""
+    if not steps_of(out):
+        run = next((path for path in locate(out).parents if steps_of(path)), None)
+        raise CheckpointError(
+            f"{out} is a checkpoint, not a run", f"a run goes on from its newest: --resume --out {run or 'RUN'}"
+        )
+
+
+def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
+    """A folder, or none yet, that no corpus of folders would read as text in a later run."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"{there} is a file, and a run needs a folder", "choose another folder for --out")
+    if suffixes and not set(suffixes) & set(TEXTS):
+        return
+    for folder in () if isinstance(corpus, PairPaths) else corpus:
+        if not folder.is_dir() or not out.resolve().is_relative_to(folder.resolve()):
+            continue
+        inside = out.resolve().relative_to(folder.resolve())
+        if not any(part.startswith(".") for part in inside.parts):  # a corpus leaves hidden folders out
+            raise UsageError(
+                f"{out} lies inside the corpus {folder}: a later run would read this one's files as text",
+                "choose another --out, or say which files are text with --suffix",
+            )
+
+
+@contextmanager
+def nothing_left(out: Path) -> Iterator[None]:
+    """If the block fails, the folders that it made on the way to ``out`` go again, as far as they are empty."""
+    missing = [path for path in (out, *out.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def check_machine(train: TrainConfig) -> None:
+    """ConfigError for a device that cannot be used, ModuleNotFoundError for an extra that is not installed."""
+    device = train.device
+    require_events(train)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"train.device: {device!r} cannot be used: {str(error).splitlines()[0]}") from error

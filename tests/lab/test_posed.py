@@ -1,0 +1,115 @@
+"""Hidden tokens, cut spans and an assistant's turns, asked again: the same every time, and training's own loss."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvad.checkpoint.open import load_model, open_checkpoint
+from kvad.lab.posed import conversations, hidden, posed, spans
+from kvad.model.fresh import Fresh
+from kvad.text.tokenizer import train_tokenizer
+from kvad.train.config import ObjectiveConfig
+from kvad.train.feeds import roles_for
+from kvad.train.job import train
+from kvad.train.pairs import PairPaths
+from models import build
+from train.conftest import Listener
+from train.test_cli import kvad
+from train.test_every_objective import configured, files  # noqa: F401  (a fixture)
+
+TEXTS = ["ada bob cleo dan eve finn gus hana ivo jo kim lea " * 3, "ada bob", ""]
+
+
+def tokenizer_for(kind):
+    return train_tokenizer("byte", [], specials=roles_for(kind))
+
+
+def model_for(kind, tokenizer):
+    return build(configured(kind).resolve(tokenizer.vocab_size))
+
+
+def test_hidden_tokens_are_the_same_every_time_and_what_stood_there_is_right():
+    tokenizer = tokenizer_for("masked")
+    once, again = (list(hidden(tokenizer, TEXTS, 32, 0.15)) for _ in range(2))
+    assert all(torch.equal(a.step.tokens, b.step.tokens) for a, b in zip(once, again, strict=True))
+    ids = [token for text in TEXTS[:2] for token in tokenizer.frame(tokenizer.encode(text))]
+    width = once[0].step.lanes[0].new
+    read = [once[0].step.tokens[row * width : (row + 1) * width].tolist() for row in range(once[0].step.lanes[0].rows)]
+    place, special = 0, set(tokenizer.specials.names().values())
+    changed = dict(zip(once[0].step.wanted.tolist(), once[0].targets.tolist(), strict=True))
+    for number, row in enumerate(read):
+        size = int((once[0].step.documents.view(-1, width)[number] >= 0).sum())
+        for column in range(size):
+            right = ids[place]
+            at = number * width + column
+            assert changed.get(at, right) == right and (row[column] == right or at in changed)
+            place += 1
+    assert place == len(ids) and not special & set(changed.values())
+    free = sum(token not in special for token in ids)
+    assert 0.1 < len(changed) / free < 0.25
+
+
+def test_the_numbers_are_those_of_the_logits():
+    """Of one row, by hand; and rows side by side change nothing but the last bits."""
+    tokenizer = tokenizer_for("masked")
+    model = model_for("masked", tokenizer).double()
+    (batch,) = hidden(tokenizer, TEXTS[1:2], 32, 0.5)
+    logits = model.logits(model(batch.step, Fresh(model.config)), batch.step.wanted)
+    loss = torch.nn.functional.cross_entropy(logits, batch.targets).item()
+    found = posed(model, [batch])
+    assert found.loss == pytest.approx(loss, rel=1e-12) and found.targets == len(batch.targets)
+    assert found.right == int((logits.argmax(-1) == batch.targets).sum())
+    every = list(hidden(tokenizer, TEXTS[:1], 24, 0.3))
+    whole = posed(model, every)
+    assert whole.targets == sum(len(each.targets) for each in every)
+
+
+def test_spans_are_put_back_together():
+    tokenizer = tokenizer_for("spans")
+    first = tokenizer.specials.names()["<extra_id_0>"]
+    (batch,) = spans(tokenizer, TEXTS[:1], 48, ObjectiveConfig(kind="spans"))
+    assert (batch.targets == first).sum() == batch.step.lanes[0].rows, "every piece begins with the first sentinel"
+    model = model_for("spans", tokenizer).double()
+    assert posed(model, [batch]).targets == len(batch.targets)
+
+
+def test_conversations_ask_what_training_asks(files, tmp_path):  # noqa: F811
+    """The loss of a file held out, as training measures it."""
+    listener, out, dev = Listener(), tmp_path / "run", tmp_path / "dev.jsonl"
+    dev.write_text("".join((files / "chat").read_text().splitlines(keepends=True)[:9]))
+    config = configured("chat")
+    config = replace(config, train=replace(config.train, steps=2, eval_tokens=0))
+    train(config, PairPaths(((files / "chat",),), ((dev,),)), out, callbacks=[listener])
+    model, opened = load_model(out)
+    batches, counts = conversations(opened.tokenizer, opened.words, [dev], 96, "strict")
+    found = posed(model, batches)
+    assert counts == [9, 0] and found.loss == pytest.approx(listener.evals[-1].val_loss, rel=1e-6)
+    assert found.targets == listener.evals[-1].val_tokens
+    code, text, err = kvad("eval", out, dev, "--task", "chat", "--json")
+    assert code == 0 and json.loads(text)["loss"] == pytest.approx(found.loss, rel=1e-6), err
+    code, text, _ = kvad("eval", out, dev, "--task", "chat", "--window", 40)
+    assert code == 0 and "longer than that left out" in text and "behind all before it" in text
+    for more, says in ((["--cached"], "reads without an engine"), (["--words"], "--words says nothing of --task chat")):
+        code, _, err = kvad("eval", out, dev, "--task", "chat", *more)
+        assert code == 2 and says in err
+
+
+@pytest.mark.parametrize("kind", ["masked", "spans"])
+def test_the_command(kind, files, tmp_path):  # noqa: F811
+    config = configured(kind)
+    train(replace(config, train=replace(config.train, steps=1)), [files / kind], tmp_path / "run")
+    task = [] if kind == "masked" else ["--task", kind]
+    found = [kvad("eval", tmp_path / "run", files / kind, *task, "--json") for _ in range(2)]
+    lines = [json.loads(out) for code, out, _ in found if code == 0]
+    assert len(lines) == 2 and {**lines[0], "seconds": 0} == {**lines[1], "seconds": 0}
+    assert lines[0]["task"] == kind and lines[0]["density"] == 0.15 and 4 < lines[0]["loss"] < 7
+    code, out, _ = kvad("eval", tmp_path / "run", files / kind, *task, "--documents", "lines")
+    assert code == 0 and "drawn by seed 0" in out and "each text by itself" in out
+    code, _, err = kvad("eval", tmp_path / "run", files / kind, *task, "--window", 4096)
+    assert code == 2 and "must be from 2 to the model's limit of 48" in err
+    (tmp_path / "short").write_text("a" if kind == "spans" else "\n\n")
+    code, _, err = kvad("eval", tmp_path / "run", tmp_path / "short", *task)
+    assert code == 2 and "Traceback" not in err
+    assert open_checkpoint(tmp_path / "run").config.limit == 48

@@ -1,0 +1,106 @@
+"""Runs held against each other: what differs, what came of them, where an evaluation lies on an axis, what is said."""
+
+import json
+
+import pytest
+
+from kvad.cli.main import main
+from kvad.errors import DataError
+from kvad.lab.runs import cautions, differences, panels, plot_run, read_run, read_runs, smoothed
+
+
+def written(folder, *, lr=0.1, steps=20, tokens=(1, 2), kind="next-token", vocab="byte", end=True):
+    """A run's folder, as far as comparing reads it."""
+    lines = [{"kind": "run", "parameters": 7, "precision": "fp32", "device": "cpu", "threads": 1}]
+    for step in range(2, steps + 1, 2):
+        numbers = {"loss": 4 / step, "lr": lr, "grad_norm": 1.0, "tokens": 10 * step, "elapsed": step / 2}
+        lines.append({"kind": "step", "step": step, **numbers, "mfu": 0.25, "memory_peak": 1 << 20})
+    lines += [{"kind": "eval", "step": step, "val_loss": abs(step - 9) + 1.0} for step in (5, 10, 20) if step <= steps]
+    if end:
+        lines.append({"kind": "end", "reason": "done"})
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    state = {"run": {"optim": {"lr": lr}, "objective": {"kind": kind}, "train": {"seed": 0}}, "corpus": ["x"]}
+    saved = folder / "checkpoints" / f"step-{steps:08d}"
+    (saved / "training").mkdir(parents=True)
+    (saved / "training" / "state.json").write_text(json.dumps({**state, "data": "d"}))
+    from kvad.text.tokenizer import train_tokenizer
+
+    train_tokenizer(vocab, ["ada bob"]).save(saved)
+    return folder
+
+
+def test_what_differs_and_what_came_of_it(tmp_path):
+    paths = [written(tmp_path / "a" / "run"), written(tmp_path / "b" / "run", lr=0.2, steps=10, end=False)]
+    runs = read_runs(paths)
+    assert [run.name for run in runs] == ["a/run", "b/run"]
+    assert differences(runs) == {"optim.lr": [0.1, 0.2]} and cautions(runs) == []
+    first, second = (run.summary(0.0) for run in runs)
+    assert (first.steps, first.tokens, first.seconds, first.tokens_per_second) == (20, 200, 10.0, 20.0)
+    assert (first.loss, first.validation, first.best, first.best_step) == (0.2, 12.0, 2.0, 10)
+    assert first.finished and not second.finished and second.validation == second.best == 2.0
+
+
+def test_smoothing_begins_without_a_bias():
+    assert smoothed([3.0, 3.0, 3.0], 0.9) == pytest.approx([3, 3, 3])
+    assert smoothed([1.0, 2.0], 0.5) == pytest.approx([1.0, (0.5 * 1 * 0.5 + 0.5 * 2) / 0.75])
+    assert smoothed([1.0, 2.0], 0.0) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("x", "first"), [("steps", 5.0), ("tokens", 50.0), ("seconds", 2.5)])
+def test_an_evaluation_lies_between_the_steps_that_were_logged(tmp_path, x, first):
+    loss, rate, norm = panels([read_run(written(tmp_path / "run"))], x)
+    held = next(one for one in loss.series if one.name == "validation")
+    assert held.x[0] == pytest.approx(first) and list(held.y) == [5.0, 2.0, 12.0]
+    assert len(rate.series[0].x) == len(norm.series[0].y) == 10
+
+
+def test_what_cannot_be_compared_is_said(tmp_path):
+    one = written(tmp_path / "one")
+    runs = read_runs([one, written(tmp_path / "two", vocab="char"), written(tmp_path / "three", kind="masked")])
+    said = cautions(runs)
+    assert len(said) == 2 and "tokenizers differ" in said[0] and "NOT comparable" in said[0]
+    assert "objectives differ" in said[1]
+    bare = written(tmp_path / "bare")
+    (bare / "checkpoints" / "step-00000020" / "training" / "state.json").unlink()
+    assert "no checkpoint of bare yet" in cautions(read_runs([one, bare]))[0]
+
+
+def test_what_is_no_run(tmp_path):
+    with pytest.raises(DataError, match="is no folder"):
+        read_run(tmp_path / "none")
+    with pytest.raises(DataError, match=r"is no run: it holds no metrics\.jsonl"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "run"}\n')
+    with pytest.raises(DataError, match="has logged no step yet"):
+        read_run(tmp_path)
+    one = written(tmp_path / "one")
+    with pytest.raises(DataError, match="is named twice"):
+        read_runs([one, tmp_path / "." / "one"])
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "one")
+    written(tmp_path / "two", lr=0.2)
+    assert main(["compare", "one", "two", "--x", "tokens"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].split() == ["one", "two"] and out[1].split() == ["optim.lr", "0.1", "0.2"]
+    (best,) = (line for line in out if line.startswith("best validation"))
+    assert best.split()[2:] == ["2.0000", "(step", "10)"] * 2
+    assert out[-2:] == ["compare.png", "compare.svg"] and (tmp_path / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    svg = (tmp_path / "compare.svg").read_text()
+    assert all(word in svg for word in ("one", "two", "tokens learned", "learning rate", "gradient norm"))
+    assert main(["compare", "one", "two", "--json", "-o", "x.svg"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [run["best_step"] for run in result["runs"]] == [10, 10] and result["figures"] == ["x.svg"]
+    assert result["differences"] == {"optim.lr": [0.1, 0.2]} and result["cautions"] == []
+    assert main(["compare", "one"]) == 2 and "nothing to be compared with" in capsys.readouterr().err
+    assert main(["compare", "one", "three"]) == 2 and "three is no folder" in capsys.readouterr().err
+
+
+def test_a_run_s_own_curves(tmp_path):
+    run = written(tmp_path / "run")
+    assert [path.name for path in plot_run(run)] == ["loss.png", "loss.svg", "curves.png", "curves.svg"]
+    svg = (run / "curves.svg").read_text()
+    assert all(word in svg for word in ("training, smoothed", "validation", "learning rate", "gradient norm"))

@@ -1,0 +1,102 @@
+"""A run that diverges is told so, once; one that is noisy, or has an outlier, or is slow, is not."""
+
+import math
+import random
+
+import pytest
+
+from kvad.train.divergence import PATIENCE, Trend
+from kvad.train.job import resume, train
+from kvad.train.metrics import read_metrics
+
+
+def told(losses, norms=None):
+    trend, found = Trend(), []
+    for step, loss in enumerate(losses, 1):
+        words = trend.tell(step, loss, 1.0 if norms is None else norms[step - 1], 1e-3)
+        found += [(step, words)] if words else []
+    return found
+
+
+def learning(steps, noise=0.0, seed=0, last=1.5, first=5.5):
+    rng = random.Random(seed)
+    return [last + (first - last) * math.exp(-step / 60) + rng.gauss(0, noise) for step in range(steps)]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_noisy_run_does_not_diverge(noise, seed):
+    assert told(learning(2000, noise, seed)) == []
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5])
+def test_a_loss_that_climbs_and_stays_does(noise):
+    rng = random.Random(1)
+    climbed = [min(1.5 + 0.05 * step, 5.0) + rng.gauss(0, noise) for step in range(300)]
+    ((step, words),) = told([*learning(400, noise), *climbed])
+    assert 400 + PATIENCE < step < 400 + 3 * PATIENCE, "once, and soon"
+    assert words.startswith("it diverges: a loss of ") and "optim.lr (now 1.0e-03)" in words
+
+
+def test_a_rate_that_is_too_high_from_the_first_step_on():
+    assert told([5.5, *([30.0] * 200)])[0][0] < 2 * PATIENCE
+
+
+def test_a_loss_that_has_come_apart_is_told_however_wild_it_is():
+    rng = random.Random(0)
+    assert told([*learning(200), *(rng.uniform(3, 35) for _ in range(200))])
+
+
+@pytest.mark.parametrize("outlier", [3.0, 30.0, 1e4])
+def test_an_outlier_is_no_divergence(outlier):
+    losses = learning(600, 0.05)
+    losses[400] = outlier
+    assert told(losses) == []
+
+
+def test_a_loss_that_climbs_for_a_while_and_comes_back_is_none():
+    losses = learning(600)
+    losses[400:430] = [4.0] * 30
+    assert told(losses) == []
+
+
+def test_a_small_loss_may_double():
+    assert told([0.01] * 300 + [0.05] * 300) == []
+
+
+def test_gradients_that_grow_are_told():
+    norms = [math.exp(-step / 100) + 0.1 for step in range(300)] + [1000.0] * 200
+    ((_, words),) = told([2.0] * 500, norms)
+    assert "a gradient norm of" in words
+    assert told([2.0] * 500, [random.Random(step).lognormvariate(0, 1) for step in range(500)]) == []
+    norms[310:] = [0.1] * 190
+    assert told([2.0] * 500, norms) == [], "ten steps are an accident"
+    assert told([2.0] * 500, [math.inf] * 3 + [1.0] * 497) == [], "fp16 looks for its scale"
+
+
+def test_its_state_is_all_there_is_to_it():
+    losses = [*learning(100, 0.2), *([5.0] * 100)]
+    whole, parts = Trend(), Trend()
+    for step, loss in enumerate(losses, 1):
+        parts = Trend(parts.state)
+        assert whole.tell(step, loss, 1.0, 1e-3) == parts.tell(step, loss, 1.0, 1e-3)
+    assert whole.state == parts.state
+
+
+def test_a_run_whose_rate_is_far_too_high_is_warned_once(corpus, tmp_path, run_config, listener):
+    warned = []
+    listener.on_warning = warned.append
+    config = run_config(steps=150, lr=3.0, warmup=20, clip=1e9, weight_decay=0.0, eval_every=1000, save_every=60)
+    out = tmp_path / "run"
+    train(config, [corpus], out, callbacks=[listener])
+    (report,) = warned
+    assert "it diverges" in report.text and report.step > PATIENCE
+    (line,) = [line for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "warning"]
+    assert line == {"kind": "warning", "step": report.step, "text": report.text}
+    resume(out, callbacks=[listener])
+    assert len(warned) == 1, "what was said is kept by the checkpoint"
+
+
+def test_a_run_that_learns_is_not_warned(corpus, tmp_path, run_config, listener):
+    listener.on_warning = lambda report: pytest.fail(report.text)
+    train(run_config(steps=150, lr=1e-2, batch=1, eval_every=1000, save_every=1000), [corpus], tmp_path / "run")

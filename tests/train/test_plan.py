@@ -1,0 +1,158 @@
+"""What a run will take, said before it is one: what is counted is what the run then does and writes."""
+
+import io
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvad.checkpoint.folder import TRAINING, steps_of
+from kvad.cli.main import main
+from kvad.cli.train_plan import page
+from kvad.errors import ConfigError
+from kvad.train.config import RunConfig
+from kvad.train.job import train
+from kvad.train.plan import plan, rows_of
+
+GIB = 1 << 30
+ROOM = 64 * GIB
+
+
+def kvad(*arguments):
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return code, out.getvalue(), err.getvalue()
+
+
+def planned(config, corpus, available=ROOM):
+    return plan(config, corpus, available, lambda text: None)
+
+
+def written(run):
+    """Bytes of tensors in a run's newest checkpoint."""
+    step = steps_of(run)[-1]
+    return sum(path.stat().st_size for path in step.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {},
+        {"name": "muon"},
+        {"name": "adafactor"},
+        {"name": "adafactor", "beta1": 0.9},
+        {"ema": 0.9},
+        {"average": 2, "average_every": 1},
+    ],
+    ids=str,
+)
+def test_what_is_counted_is_what_the_run_does(optim, corpus, tmp_path, run_config, listener):
+    config = run_config(steps=3, **optim)
+    found = planned(config, [corpus])
+    train(config, [corpus], tmp_path / "run", callbacks=[listener], available=ROOM, gauged=True)
+    start = listener.start
+    assert (found.parameters, found.train_tokens, found.validation_tokens, found.tokens_per_step, found.steps) == (
+        start.parameters, start.train_tokens, start.validation_tokens, start.tokens_per_step, start.steps)  # fmt: skip
+    assert found.tokens == listener.steps[-1].tokens
+    assert found.epochs == pytest.approx(3 * 4 * 32 / start.train_tokens)
+    small = 8_000 + 0.12 * found.checkpoint  # headers, the state of random numbers, Adafactor's rows and columns
+    assert found.checkpoint <= written(tmp_path / "run") <= found.checkpoint + small
+    assert start.gemm_flops > 1e8 and all(0 < step.mfu < 1 for step in listener.steps)
+    assert found.trial.rows == 4 and 0 < found.trial.utilisation < 1
+    assert found.seconds == pytest.approx(3 * found.step_seconds + found.evaluating)
+
+
+def test_nothing_is_written(corpus, tmp_path):
+    out = tmp_path / "run"
+    settings = ["--preset", "tiny", "--tokenizer", "byte", "--context", 16, "--batch", 2, "--precision", "fp32"]
+    code, stdout, _ = kvad("train", corpus, "--out", out, *settings, "--steps", 5, "--dry-run")
+    assert code == 0 and not out.exists()
+    words = {line.split()[0]: line for line in stdout.splitlines()}
+    assert list(words) == ["model", "memory", "corpus", "step", "run", "measured", "time", "disk"]
+    assert "5 steps, 160 tokens, " in words["run"] and "a micro-batch of the first step" in words["measured"]
+    code, stdout, _ = kvad("train", corpus, *settings, "--minutes", 1, "--dry-run", "--json")  # no --out is needed
+    result = json.loads(stdout)
+    assert code == 0 and result["steps"] > 1 and result["seconds"] == pytest.approx(60, rel=0.2)
+    assert result["bytes"] == sum(result["memory"].values()) and result["config"]["data"]["context"] == 16
+
+
+def test_a_run_that_would_be_refused_is_refused(corpus, tmp_path, run_config):
+    code, _, stderr = kvad("train", corpus, "--dry-run", "--resume", "--out", tmp_path / "run")
+    assert code == 2 and "--dry-run plans a new run" in stderr
+    code, _, stderr = kvad("train", corpus)
+    assert code == 2 and "Missing option '--out'" in stderr
+    train(run_config(steps=1), [corpus], tmp_path / "run")
+    code, _, stderr = kvad("train", corpus, "--dry-run", "--out", tmp_path / "run")
+    assert code == 2 and "already holds a run" in stderr
+    with pytest.raises(ConfigError, match=r"train\.device"):
+        planned(run_config(device="nowhere"), [corpus])
+
+
+def test_what_does_not_fit_is_not_measured(corpus, run_config):
+    config = run_config(steps=3, batch=64)
+    whole = planned(config, [corpus])
+    tight = planned(config, [corpus], whole.bytes // 2)
+    assert tight.trial is None and tight.seconds is None and 0 < tight.fits < 64
+    assert f"DOES NOT FIT; --batch {tight.fits} would" in page(tight)[1]
+    again = planned(replace(config, train=replace(config.train, batch=tight.fits)), [corpus], whole.bytes // 2)
+    assert again.trial is not None
+    none = planned(config, [corpus], 1000)
+    assert none.fits == 0 and "not even --batch 1" in page(none)[1]
+
+
+def test_of_a_stream_tokens_and_epochs_are_unknown(corpus, run_config):
+    found = planned(run_config(data={"order": "stream", "shuffle": 4, "validation": 0.3}, steps=3), [corpus])
+    assert found.train_tokens is None and found.epochs is None and found.tokens == 3 * 128 and found.seconds > 0
+    assert "unknown" in page(found)[2] and "epochs unknown" in page(found)[4]
+
+
+def test_prepared_data_mixtures_and_pairs_can_be_planned(corpus, tmp_path, run_config):
+    assert kvad("data", "prepare", corpus, "--out", tmp_path / "prepared", "--tokenizer", "byte")[0] == 0
+    prepared, texts = planned(run_config(), [tmp_path / "prepared"]), planned(run_config(), [corpus])
+    assert (prepared.train_tokens, prepared.epochs) == (texts.train_tokens, texts.epochs)
+    sources = [{"paths": [str(tmp_path / "prepared")], "weight": 3}, {"paths": [str(corpus)]}]
+    mixed = planned(run_config(data={"sources": sources}, tokenizer={}), [])
+    assert abs(mixed.train_tokens - 2 * texts.train_tokens) < 200 and mixed.tokens_per_step == texts.tokens_per_step
+
+
+def test_a_compressor_s_training_is_planned_as_far_as_it_can_be(corpus, tmp_path, run_config):
+    train(run_config(steps=1), [corpus], tmp_path / "base")
+    wanted = {"model": str(tmp_path / "base"), "ratio": 2, "recent": 8, "every": 4}
+    content = {**run_config(steps=3).to_dict(), "model": {}, "tokenizer": {}, "compress": wanted}
+    found = planned(RunConfig.from_dict({**content, "objective": {"kind": "compress"}}), [corpus])
+    assert found.memory is None and found.step_flops is None and found.trial.rows == 4 and found.seconds > 0
+    assert 0 < found.trained < found.parameters and found.checkpoint == 12 * found.trained
+    said = page(found)
+    assert "not planned" in said[1] and "FLOPs not counted" in said[3] and "micro-batch of the first step" in said[5]
+
+
+def test_adapters_are_planned_as_what_is_trained(corpus, tmp_path, run_config):
+    train(run_config(steps=1), [corpus], tmp_path / "base")
+    content = run_config(steps=2).to_dict()
+    content = {**content, "model": {"init": str(tmp_path / "base")}, "tokenizer": {}, "lora": {"rank": 2}}
+    config = RunConfig.from_dict(content)
+    found = planned(config, [corpus])
+    whole = planned(RunConfig.from_dict({k: v for k, v in content.items() if k != "lora"}), [corpus])
+    assert found.trained < found.parameters and found.parameters == whole.parameters + found.trained
+    assert whole.step_flops * 0.6 < found.step_flops < whole.step_flops
+    train(config, [corpus], tmp_path / "run")
+    assert found.checkpoint <= written(tmp_path / "run") <= found.checkpoint + 20_000
+    assert (steps_of(tmp_path / "run")[-1] / TRAINING).is_dir()
+
+
+def test_rows_of_a_micro_batch_are_its_first(corpus, tmp_path, run_config):
+    from kvad.train.data import DocumentData
+    from kvad.train.material import Material
+
+    config = run_config()
+    material = Material(replace(config, objective=replace(config.objective, kind="next-token")), [corpus], print)
+    material.open(tmp_path, material.make_tokenizer())
+    assert isinstance(material.data, DocumentData)
+    whole = material.data.micro_batches(0)[0]
+    some = rows_of(whole, 2)
+    assert some.step.lanes[0].rows == 2 and torch.equal(some.step.tokens, whole.step.tokens[:64])
+    assert len(some.targets) == len(some.step.wanted) == int((whole.step.wanted < 64).sum())
+    assert rows_of(whole, 4).targets.equal(whole.targets)

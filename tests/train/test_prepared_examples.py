@@ -1,0 +1,146 @@
+"""What is not plain text, prepared: tags, labels, conversations, hidden tokens and spans; and checked for leaks."""
+
+import json
+
+import pytest
+
+from kvad.step import Reach
+from train.test_cli import kvad
+from train.test_every_objective import PRESET, SMALL, TOPOLOGY, files  # noqa: F401  (a fixture)
+from train.test_job import hashes
+
+FED = ("masked", "spans", "tag", "classify", "chat")
+
+
+def run_file(kind, folder, **data):
+    """A run of a tiny model; ``data``: keys of [data]."""
+    topology = TOPOLOGY[kind]
+    own = {k: v for k, v in SMALL.items() if k == "width" or k.split(".")[0] in topology.split("-")}
+    own |= {f"{side}.kinds.L.mlp.hidden": 48 for side in topology.split("-") if side in ("encoder", "decoder")}
+    preset = "t5-tiny" if kind == "spans" else PRESET[topology]
+    lines = {"documents": "lines"} if kind in ("masked", "spans") else {}
+    table = {"context": 128, "validation": 0.2, **lines, **data}
+    path = folder / f"{kind}.toml"
+    path.write_text(
+        f"[model]\npreset = {json.dumps(preset)}\n[model.set]\n"
+        + "".join(f'"{key}" = {json.dumps(value)}\n' for key, value in own.items())
+        + "[data]\n"
+        + "".join(f"{key} = {json.dumps(value)}\n" for key, value in table.items())
+        + f'[tokenizer]\nkind = "byte"\n[objective]\nkind = "{kind}"\n'
+        + '[train]\nsteps = 3\nbatch = 2\nprecision = "fp32"\neval_tokens = 200\n'
+    )
+    return path
+
+
+@pytest.mark.parametrize("kind", FED)
+def test_a_run_on_prepared_data_is_the_run_on_the_files(kind, files, tmp_path):  # noqa: F811
+    """To the bit; and it resumes."""
+    run = run_file(kind, tmp_path)
+    code, _, err = kvad("data", "prepare", run, files / kind, "--out", tmp_path / "data")
+    assert code == 0, err
+    manifest = json.loads((tmp_path / "data/manifest.json").read_text())
+    assert manifest["kind"] == kind and manifest["documents"] >= 60
+    assert ("noun" in manifest) == (kind in ("tag", "classify", "chat"))
+    assert kvad("train", run, files / kind, "--out", tmp_path / "files")[0] == 0
+    code, _, err = kvad("train", run, tmp_path / "data", "--out", tmp_path / "tokens")
+    assert code == 0 and "prepared: " in err, err
+    assert hashes(tmp_path / "tokens") == hashes(tmp_path / "files")
+    assert not (tmp_path / "tokens/data").exists()
+    assert kvad("train", "--resume", "--out", tmp_path / "tokens")[0] == 0
+
+
+def test_files_held_out_are_named_when_it_is_prepared(files, tmp_path):  # noqa: F811
+    run = run_file("tag", tmp_path)
+    lines = (files / "tag").read_text()
+    (tmp_path / "dev.tsv").write_text(lines.split("\n\n")[0] + "\n")
+    (tmp_path / "unseen.tsv").write_text("ada\tA\n\nbob\tZ\n")
+    held = ["--validation", tmp_path / "dev.tsv"]
+    code, _, err = kvad("data", "prepare", run, files / "tag", *held, "--out", tmp_path / "data")
+    assert code == 0 and "1 of them for validation" in err, err
+    assert json.loads((tmp_path / "data/manifest.json").read_text())["held"] == 1
+    code, _, err = kvad("train", run, tmp_path / "data", *held, "--out", tmp_path / "run")
+    assert code == 2 and "files held out are named when it is prepared" in err
+    held = ["--validation", tmp_path / "unseen.tsv"]
+    code, _, err = kvad("data", "prepare", run, files / "tag", *held, "--out", tmp_path / "other")
+    assert code == 2 and "unseen.tsv, line 3: tag 'Z' is held out" in err
+    code, _, err = kvad("train", run, tmp_path / "data", "--validation", 0.3, "--out", tmp_path / "run")
+    assert code == 0, "files were held out, and no share of the rest is asked for"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "{run}", "{data}", "--validation", "0.4"], "and {data} holds out a share of 0.2"),
+        (["train", "{run}", "{data}", "{files}/classify"], "is prepared, and objective classify reads one corpus"),
+        (["train", "{run}", "{data}", "--objective", "tag"], "objective tag has a form of its own"),
+        (
+            ["train", "{data}", "--preset", "tiny"],
+            "labelled texts for objective classify, and this model reads documents",
+        ),
+        (["data", "prepare", "{files}/masked", "--validation", "0.3"], "what share of texts and pairs is held out"),
+    ],
+)
+def test_what_cannot_be_is_one_line(files, tmp_path, arguments, says):  # noqa: F811
+    run = run_file("classify", tmp_path)
+    assert kvad("data", "prepare", run, files / "classify", "--out", tmp_path / "data")[0] == 0
+    names = {"run": run, "data": tmp_path / "data", "files": files}
+    code, _, err = kvad(*(a.format(**names) for a in arguments), "--out", tmp_path / "out")
+    assert code == 2 and says.format(**names) in err and "Traceback" not in err, err
+
+
+def test_a_column_that_is_cut_or_changed_is_named(files, tmp_path):  # noqa: F811
+    run = run_file("tag", tmp_path)
+    assert kvad("data", "prepare", run, files / "tag", "--out", tmp_path / "data")[0] == 0
+    labels = tmp_path / "data/labels.bin"
+    content = bytearray(labels.read_bytes())
+    content[4] ^= 1
+    labels.write_bytes(content)
+    code, out, _ = kvad("data", "check", run, tmp_path / "data")
+    assert code == 1 and "labels.bin is damaged" in out
+    labels.write_bytes(content[:-1])
+    code, _, err = kvad("train", run, tmp_path / "data", "--out", tmp_path / "run")
+    assert code == 2 and "labels.bin has" in err
+
+
+def test_a_prepared_conversation_keeps_its_template(files, tmp_path):  # noqa: F811
+    run = run_file("chat", tmp_path)
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    run.write_text(run.read_text().replace('kind = "chat"', f'kind = "chat"\ntemplate = "{tmp_path / "own.jinja"}"'))
+    assert kvad("data", "prepare", run, files / "chat", "--out", tmp_path / "data")[0] == 0
+    assert kvad("train", run, tmp_path / "data", "--out", tmp_path / "run")[0] == 0
+    (step,) = (tmp_path / "run/checkpoints").iterdir()
+    assert (step / "chat_template.jinja").read_text() == (tmp_path / "own.jinja").read_text()
+
+
+# ---------------------------------------------------------------- check
+
+
+@pytest.mark.parametrize("kind", FED)
+def test_a_real_batch_proves_that_nothing_leaks(kind, files, tmp_path):  # noqa: F811
+    run = run_file(kind, tmp_path)
+    code, out, err = kvad("data", "check", run, files / kind, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["ok"] and found["gradient"] <= 1e-12 and found["documents"] > found["rows"]
+    assert found["perturbed"] and all(each["others"] == 0 and each["own"] > 1e-9 for each in found["perturbed"])
+    sides = {each["side"] for each in found["perturbed"]}
+    assert sides == ({"source", "target"} if kind == "spans" else {"tokens"})
+    code, out, _ = kvad("data", "check", run, files / kind)
+    assert code == 0 and out.rstrip().endswith("ok") and "tokens: " in out
+
+
+@pytest.mark.parametrize("kind", ["masked", "chat", "tag"])
+def test_a_mask_that_is_broken_on_purpose_is_exit_code_1(kind, files, tmp_path, monkeypatch):  # noqa: F811
+    real = Reach.allows
+    monkeypatch.setattr(Reach, "allows", lambda self, q, k: real(self, q._replace(document=None), k))
+    code, out, err = kvad("data", "check", run_file(kind, tmp_path), files / kind)
+    assert code == 1 and "LEAK" in out and "packed gradients differ" in out, err
+
+
+def test_hidden_tokens_that_may_be_seen_from_elsewhere_are_not_checked(files, tmp_path):  # noqa: F811
+    run = run_file("masked", tmp_path, isolate=False)
+    code, _, err = kvad("data", "check", run, files / "masked")
+    assert code == 2 and "data.isolate is off" in err

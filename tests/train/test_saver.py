@@ -1,0 +1,318 @@
+"""Checkpoints that are written beside training: what they hold, when they are told of, what goes wrong."""
+
+import json
+import math
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvad import LLM
+from kvad.checkpoint.folder import locate, steps_of
+from kvad.checkpoint.native import load
+from kvad.checkpoint.opened import Training, read_training
+from kvad.errors import CheckpointError, MemoryPlanError, NumericalError, SaveError
+from kvad.train.job import resume, train
+from kvad.train.objective import Measured, NextToken
+from kvad.train.optim import Optimization
+from kvad.train.reports import Callback
+from kvad.train.saver import Moment, Saver
+
+
+class Disk:
+    """Writes moments into a list, each when it is let; ``entered``: one is being written."""
+
+    def __init__(self):
+        self.let, self.entered, self.found, self.error = threading.Semaphore(0), threading.Event(), [], None
+
+    def write(self, moment):
+        self.entered.set()
+        assert self.let.acquire(timeout=60)
+        if self.error is not None:
+            raise self.error
+        self.found.append({name: tensor.clone() for name, tensor in moment.weights.items()})
+        return f"folder {moment.step}"
+
+
+def saver_of(weights, disk, beside=True):
+    step = iter(range(1, 100))
+    state = {"moment": torch.zeros(2)}
+    return Saver(lambda: Moment(next(step), weights, Training(state, {}), None), disk.write, beside=beside)
+
+
+def test_what_is_written_is_what_was_there_between_the_steps():
+    weights, disk = {"a": torch.ones(4), "b": torch.zeros(2, 2)}, Disk()
+    saver = saver_of(weights, disk)
+    saver.save()
+    weights["a"].add_(1)  # training goes on
+    assert saver.finished() == [], "nothing is told before it is there"
+    disk.let.release()
+    saver.wait()
+    assert saver.finished() == [("folder 1", 1)] and saver.finished() == []
+    assert disk.found[0]["a"].tolist() == [1.0] * 4
+    disk.let.release()
+    saver.save()
+    saver.wait()
+    assert disk.found[1]["a"].tolist() == [2.0] * 4
+
+
+def test_one_is_in_flight_and_the_next_waits():
+    weights, disk = {"a": torch.ones(1)}, Disk()
+    saver = saver_of(weights, disk)
+    saver.save()
+    second = threading.Thread(target=saver.save)
+    second.start()
+    assert disk.entered.wait(60)
+    assert second.is_alive() and len(disk.found) == 0
+    disk.let.release()
+    second.join(60)
+    assert not second.is_alive() and len(disk.found) == 1
+    disk.let.release()
+    saver.wait()
+    assert saver.finished() == [("folder 1", 1), ("folder 2", 2)]
+
+
+def test_what_the_disk_refuses_is_raised_in_training():
+    disk = Disk()
+    saver = saver_of({"a": torch.ones(1)}, disk)
+    disk.error = SaveError("cannot save: No space left")
+    disk.let.release()
+    saver.save()
+    with pytest.raises(SaveError, match="No space left"):
+        saver.wait()
+    assert saver.finished() == []
+
+
+def test_an_error_that_is_on_its_way_is_not_hidden_by_another():
+    disk = Disk()
+    saver = saver_of({"a": torch.ones(1)}, disk)
+    disk.error = SaveError("later")
+    disk.let.release()
+    saver.save()
+    saver.close()  # as training does when it ends with an error of its own
+
+
+def test_at_once_where_that_is_asked():
+    disk = Disk()
+    saver = saver_of({"a": torch.ones(1)}, disk, beside=False)
+    disk.let.release()
+    saver.save()
+    assert saver.finished() == [("folder 1", 1)]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_is_not_finite_is_not_saved(value, beside):
+    disk, weights = Disk(), {"fine": torch.ones(3), "bad.weight": torch.tensor([1.0, value])}
+    with pytest.raises(NumericalError, match=r"step 1: bad.weight is not finite any more, and is not saved"):
+        saver_of(weights, disk, beside).save()
+    assert not disk.entered.is_set()
+
+
+def test_large_numbers_are_finite():
+    disk = Disk()
+    saver = saver_of({"a": torch.full((4,), 3e38)}, disk)  # their sum is not
+    disk.let.release()
+    saver.save()
+    saver.wait()
+    assert len(disk.found) == 1
+
+
+# ---------------------------------------------------------------- in a run
+
+
+def hashes(path):
+    files = load(path, verify=True).files
+    return files["model.safetensors"]["sha256"], files["training/state.safetensors"]["sha256"]
+
+
+@pytest.mark.parametrize(
+    "optim", [{}, {"ema": 0.9}, {"average": 2, "average_every": 2}], ids=["adamw", "ema", "average"]
+)
+def test_beside_or_at_once_the_bytes_are_the_same(corpus, tmp_path, run_config, optim):
+    for name in ("beside", "once"):
+        config = run_config(steps=6, save_every=2, keep=3, keep_best=False, save_beside=name == "beside", **optim)
+        train(config, [corpus], tmp_path / name)
+    found = [[hashes(path) for path in steps_of(tmp_path / name)] for name in ("beside", "once")]
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
+class Held(Callback):
+    """Lets no save end before step ``until`` is done; what it was told, in order."""
+
+    def __init__(self, monkeypatch, until):
+        self.told, self._until, self._free = [], until, threading.Event()
+        real = os.fsync
+
+        def fsync(descriptor):
+            if threading.current_thread() is not threading.main_thread():
+                assert self._free.wait(60)
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    def on_step(self, report):
+        self.told.append(report.step)
+        if report.step == self._until:
+            self._free.set()
+
+    def on_save(self, path, step):
+        assert path.is_dir() and (path / "manifest.json").is_file()
+        self.told.append(path.name)
+
+
+def test_training_goes_on_while_a_save_is_written(corpus, tmp_path, run_config, monkeypatch):
+    held = Held(monkeypatch, until=4)
+    out = tmp_path / "run"
+    train(run_config(steps=5, save_every=2, eval_every=100, keep=9), [corpus], out, callbacks=[held])
+    assert held.told.index("step-00000002") > held.told.index(4), "steps 3 and 4 were made meanwhile"
+    names = ["step-00000002", "step-00000004", "step-00000005"]
+    assert [told for told in held.told if isinstance(told, str)] == names == [path.name for path in steps_of(out)]
+    assert read_training(steps_of(out)[0]).state["progress"]["step"] == 2
+
+
+def test_ctrl_c_waits_for_the_save_in_flight(corpus, tmp_path, run_config, monkeypatch):
+    class Stop(Held):
+        def on_step(self, report):
+            if report.step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            super().on_step(report)
+
+    outcome = train(run_config(save_every=2), [corpus], tmp_path / "run", callbacks=[Stop(monkeypatch, until=3)])
+    assert outcome.reason == "interrupted" and outcome.checkpoint.name == "step-00000003"
+    assert [path.name for path in steps_of(tmp_path / "run")] == ["step-00000002", "step-00000003"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvad-save"]
+
+
+def test_a_folder_that_becomes_read_only_leaves_the_last_checkpoint(corpus, tmp_path, run_config, monkeypatch):
+    real = Path.mkdir
+
+    class Lock(Callback):
+        def on_save(self, path, step):
+            def mkdir(self, *arguments, **options):
+                if "checkpoints" in self.parts:
+                    raise PermissionError(30, "Read-only file system")
+                real(self, *arguments, **options)
+
+            monkeypatch.setattr(Path, "mkdir", mkdir)
+
+    out = tmp_path / "run"
+    with pytest.raises(SaveError, match=r"step-00000010.*Read-only file system"):
+        train(run_config(), [corpus], out, callbacks=[Lock()])
+    monkeypatch.undo()
+    assert load(out, verify=True).path.name == "step-00000005"
+
+
+def test_weights_that_an_update_broke_are_not_saved(corpus, tmp_path, run_config, monkeypatch):
+    """The loss of that step was fine; only the next would tell."""
+    real, calls = Optimization.step, iter(range(1, 100))
+
+    def broken(optimization, norm):
+        real(optimization, norm)
+        if next(calls) == 10:
+            optimization._named[0][1].data[0] = math.nan
+
+    monkeypatch.setattr(Optimization, "step", broken)
+    with pytest.raises(NumericalError, match=r"step 10: embed.tokens.weight is not finite any more"):
+        train(run_config(eval_every=100), [corpus], tmp_path / "run")
+    assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
+
+
+def test_memory_that_runs_out_in_a_step_says_the_plan(corpus, tmp_path, run_config):
+    class Hungry(Callback):
+        def on_step(self, report):
+            if report.step == 7:
+                torch.empty(1 << 60)
+
+    with pytest.raises(MemoryPlanError, match=r"out of memory in step 8, with 4 rows of 32 tokens") as caught:
+        train(run_config(), [corpus], tmp_path / "run", callbacks=[Hungry()])
+    assert "weights 0.1 MiB" in caught.value.message and "a lower train.batch" in caught.value.hint
+    assert load(tmp_path / "run", verify=True).path.name == "step-00000005"
+
+
+# ---------------------------------------------------------------- the best
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """``judged(1.0, 0.5, ...)``: what the evaluations of a run find, one after the other."""
+
+    def make(*values):
+        found = iter(values)
+        monkeypatch.setattr(NextToken, "loss_of", lambda *_: Measured(next(found), 100))
+
+    return make
+
+
+def test_the_best_is_saved_when_it_is_found_and_stays(corpus, tmp_path, run_config, judged, listener):
+    judged(3.0, 2.0, 2.5, math.nan, 2.0, 2.1)
+    out = tmp_path / "run"
+    outcome = train(run_config(eval_every=2, save_every=5), [corpus], out, callbacks=[listener])
+    assert [step for _, step in listener.saves] == [2, 4, 5, 10, 12]
+    assert [path.name for path in steps_of(out)] == ["step-00000004", "step-00000010", "step-00000012"]
+    assert locate(out / "best").name == "step-00000004" and outcome.best == 2.0
+    assert locate(out).name == "step-00000012"
+    with LLM.load(out / "best", rows=1) as llm:
+        assert llm.generate("1 is", max_tokens=3, temperature=0).usage.completion == 3
+
+
+def test_without_keep_best_only_the_newest_stay(corpus, tmp_path, run_config, judged, listener):
+    judged(3.0, 2.0, 2.5, 2.6, 2.7, 2.8)
+    config = run_config(eval_every=2, save_every=5, keep_best=False)
+    train(config, [corpus], tmp_path / "run", callbacks=[listener])
+    assert [step for _, step in listener.saves] == [5, 10, 12] and not (tmp_path / "run" / "best").is_symlink()
+
+
+def test_a_resume_goes_on_from_the_newest_and_remembers_the_best(corpus, tmp_path, run_config, judged):
+    class StopAt7(Callback):
+        def on_step(self, report):
+            if report.step == 7:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    out = tmp_path / "run"
+    judged(3.0, 2.0, 2.5)
+    assert train(run_config(eval_every=2, save_every=3), [corpus], out, callbacks=[StopAt7()]).step == 7
+    assert locate(out / "best").name == "step-00000004"
+    judged(2.4, 2.3, 1.9)
+    seen = []
+
+    class First(Callback):
+        def on_start(self, report):
+            seen.append(report.step)
+
+        def on_eval(self, report):
+            seen.append(locate(out / "best").name)
+
+    assert resume(out, callbacks=[First()]).step == 12
+    assert seen == [7, *["step-00000004"] * 3], "8 and 10 are no better"
+    assert locate(out / "best").name == "step-00000012"
+
+
+def test_the_best_of_adapters(corpus, tmp_path, run_config, judged):
+    from kvad.checkpoint.open import open_checkpoint
+    from kvad.train.config import LoraConfig, TokenizerConfig
+
+    base = train(run_config(steps=1), [corpus], tmp_path / "base").checkpoint
+    config = replace(
+        run_config(steps=6, eval_every=2, save_every=100, keep=1),
+        model={"init": str(base)}, tokenizer=TokenizerConfig(), lora=LoraConfig(2),
+    )  # fmt: skip
+    judged(3.0, 2.0, 2.5)
+    train(config, [corpus], tmp_path / "run")
+    found = open_checkpoint(tmp_path / "run" / "best")
+    assert found.path.name == "step-00000004" and open_checkpoint(tmp_path / "run").path.name == "step-00000006"
+    state = json.loads((found.path / "training" / "state.json").read_text())
+    assert state["progress"]["best_step"] == 4
+
+
+def test_a_checkpoint_is_no_run_to_go_on_with(corpus, tmp_path, run_config, judged):
+    judged(3.0, 2.0, 2.5)
+    train(run_config(steps=3, eval_every=1), [corpus], tmp_path / "run")
+    for name in ("best", "checkpoints/step-00000003"):
+        with pytest.raises(CheckpointError, match="is a checkpoint, not a run") as caught:
+            resume(tmp_path / "run" / name)
+        assert caught.value.hint.endswith(f"--resume --out {tmp_path / 'run'}")

@@ -1,0 +1,71 @@
+"""A run's configuration as a file: what is written reads back as the same run, and trains the same weights."""
+
+import string
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvad.checkpoint.native import load
+from kvad.train.config import RunConfig
+from kvad.train.job import RUN_FILE, resume, train
+from kvad.train.toml import dumps, run_file
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+KEYS = TEXTS | st.text(string.ascii_letters + "_-", min_size=1, max_size=5)
+PLAIN = st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
+VALUES = st.recursive(PLAIN, lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=3), max_leaves=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
+def test_what_is_written_reads_back(content):
+    assert tomllib.loads(dumps(content)) == content
+
+
+def test_it_is_readable():
+    content = {"a": 1, "b": {"c": {"d": "x"}, "e": [1.5, {"f g": True}]}, "h": {}}
+    assert dumps(content) == 'a = 1\n\n[b]\ne = [1.5, { "f g" = true }]\n\n[b.c]\nd = "x"\n\n[h]\n'
+    assert dumps({}) == ""
+    for value in (None, {1}, "\ud800"):
+        with pytest.raises(ValueError, match="TOML cannot say"):
+            dumps({"a": value})
+
+
+CONFIGS = [
+    {},
+    {"model": {"preset": "gpt2-124m"}, "optim": {"name": "muon", "schedule": "wsd"}, "train": {"minutes": 1.5}},
+    {
+        "model": {
+            "preset": "tiny",
+            "set": {"decoder.kinds.L.mixer.position": None, "embed.position": {"kind": "learned", "size": 256}},
+        }
+    },
+    {"model": {"init": "somewhere"}, "lora": {"rank": 4, "targets": ["q", "v"]}},
+    {"objective": {"kind": "compress"}, "compress": {"model": "m", "ratio": 4}},
+    {"optim": {"schedule": "inverse-sqrt", "factor": 2.0, "warmup": 10}, "tokenizer": {"specials": []}},
+    {"data": {"sources": [{"paths": ["a b", "c"], "weight": 3}, {"paths": ["d"]}], "order": "stream"}},
+]
+
+
+@pytest.mark.parametrize("content", CONFIGS, ids=str)
+def test_a_run_file_is_the_same_run(content):
+    config = RunConfig.from_dict(content)
+    again = RunConfig.from_dict(tomllib.loads(run_file(config, ["corpus"])))
+    there, here = config.to_dict(), again.to_dict()
+    if config.init is None and config.objective.kind != "compress":
+        assert config.resolve(50_257) == again.resolve(50_257)
+    there.pop("model"), here.pop("model")
+    assert there == here and again.init == config.init
+
+
+def test_a_run_s_own_file_trains_it_again(corpus, tmp_path, run_config, listener):
+    train(run_config(steps=4), [corpus], tmp_path / "one")
+    text = (tmp_path / "one" / RUN_FILE).read_text()
+    assert f'# CORPUS was ["{corpus}"]' in text and "[optim]" in text and 'kind = "next-token"' in text
+    assert "[compress]" not in text and "[lora]" not in text
+    train(RunConfig.load(tmp_path / "one" / RUN_FILE), [corpus], tmp_path / "two", callbacks=[listener])
+    one, two = load(tmp_path / "one"), load(tmp_path / "two")
+    assert all(tensor.equal(dict(two.weights())[name]) for name, tensor in one.weights())
+    resume(tmp_path / "one", config=RunConfig.load(tmp_path / "one" / RUN_FILE))
