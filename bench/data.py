@@ -1,12 +1,13 @@
 """How fast texts become tokens and rows, and how full the rows are: one JSON line per measure.
 
-    python bench/data.py [TEXT_OR_FOLDER ...] [--megabytes 16] [--context 2048] [--consumed 400]
+    python bench/data.py [TEXT_OR_FOLDER ...] [--megabytes 16] [--context 2048] [--consumed 400 20000]
 
 Without texts: the sources of this Python's library.  ``prepare``: ``kvad data prepare`` (read, encode, frame, write and
 hash) against ``tokenizers.encode_batch`` of the same vocabulary on the same texts, which keeps nothing; both on all
-cores, best of three, in turns.  ``rows``: tokens a second that come out of each packing and order, and how many times
-what a training step of GPT-2-124M takes (``--consumed``, tokens/s).  ``packing``: how full the rows are.  ``padding``:
-real tokens a second of a small model, packed and with a document a row.
+cores, best of three, in turns.  ``rows``: tokens that come out of each packing and order in a second of processor time,
+and how many times what training takes (``--consumed``, tokens/s): of rows for GPT-2-124M (``--context``, 8 to a batch),
+and of those of ``runs/shakespeare-char-cpu.toml`` (64 tokens, 12 to a batch).  ``packing``: how full the rows are.
+``padding``: real tokens a second of a small model, packed and with a document a row.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from kvad.train.prepared import Prepared, prepare
 from kvad.train.rows import Batch, Row, collate
 from kvad.train.stream import SequentialData, units_of_store, units_of_texts
 
-ORDERS = [("epochs", "split"), ("epochs", "first-fit"), ("epochs", "best-fit"), ("sequential", "split")]
+ORDERS = [("epochs", "split"), ("epochs", "first-fit"), ("epochs", "best-fit"), ("windows", "split")]
+ORDERS += [("sequential", "split")]
 ORDERS += [("sequential", "first-fit"), ("stream", "split"), ("stream", "first-fit")]
 
 
@@ -70,9 +72,9 @@ def chosen(paths: list[Path], limit: float, folder: Path) -> Path:
     return target
 
 
-def config(context: int, order: str, packing: str) -> RunConfig:
+def config(context: int, order: str, packing: str, batch: int = 8) -> RunConfig:
     data = {"context": context, "order": order, "packing": packing, "shuffle": 64, "errors": "replace"}
-    return RunConfig.from_dict({"data": data, "train": {"batch": 8}})
+    return RunConfig.from_dict({"data": data, "train": {"batch": batch}})
 
 
 def measure_prepare(texts: Path, folder: Path, vocab: int) -> None:
@@ -103,7 +105,7 @@ def measure_prepare(texts: Path, folder: Path, vocab: int) -> None:
 
 def made(texts: Path, folder: Path, settings: RunConfig) -> DocumentData | SequentialData:
     found = Prepared(folder / "data")
-    if settings.data.order == "epochs":
+    if settings.data.order in ("epochs", "windows"):
         return DocumentData(found.store, settings)
     if settings.data.order == "stream":
         units = units_of_texts(open_corpus([texts], errors="replace", hashed=False), found.tokenizer)
@@ -112,15 +114,16 @@ def made(texts: Path, folder: Path, settings: RunConfig) -> DocumentData | Seque
     return SequentialData([(units, 1.0)], settings, 0, pairs=False, what="")
 
 
-def measure_rows(texts: Path, folder: Path, context: int, consumed: float) -> None:
+def measure_rows(texts: Path, folder: Path, model: str, context: int, batch: int, consumed: float) -> None:
     for order, packing in ORDERS:
-        data = made(texts, folder, config(context, order, packing))
-        tokens, step, began = 0, 0, time.perf_counter()
-        while time.perf_counter() - began < 2:
-            tokens += sum(len(batch.targets) for batch in data.micro_batches(step))
+        data = made(texts, folder, config(context, order, packing, batch))
+        tokens, step, began = 0, 0, time.process_time()
+        while time.process_time() - began < 1:
+            tokens += sum(len(each.targets) for each in data.micro_batches(step))
             step += 1
-        speed = tokens / (time.perf_counter() - began)
-        emit("rows", order=order, packing=packing, tokens_per_s=round(speed), times=round(speed / consumed, 1))
+        speed = tokens / (time.process_time() - began)
+        times = round(speed / consumed, 1)
+        emit("rows", model=model, context=context, order=order, packing=packing, tokens_per_s=round(speed), times=times)
 
 
 def measure_packing(texts: Path, folder: Path, context: int) -> None:
@@ -172,14 +175,16 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=16)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--consumed", type=float, default=400, help="tokens/s of a GPT-2-124M step on this machine")
+    told = "tokens/s of training GPT-2-124M and runs/shakespeare-char-cpu.toml on this machine"
+    parser.add_argument("--consumed", type=float, nargs=2, default=(400, 20000), help=told)
     wanted = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts = chosen(wanted.texts, wanted.megabytes, folder)
         measure_prepare(texts, folder, wanted.vocab)
-        measure_rows(texts, folder, wanted.context, wanted.consumed)
+        measure_rows(texts, folder, "gpt2-124m", wanted.context, 8, wanted.consumed[0])
+        measure_rows(texts, folder, "shakespeare-char-cpu", 64, 12, wanted.consumed[1])
         measure_packing(texts, folder, wanted.context)
         measure_padding(texts, folder)
 
