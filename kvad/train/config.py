@@ -160,7 +160,7 @@ class TrainConfig:
     """A run ends after ``steps`` optimizer steps or ``minutes`` of training, whichever is first (neither: 1,000 steps).
 
     A step is ``accumulate`` micro-batches of ``batch`` rows.  ``precision``: ``auto`` is bf16 autocast where the
-    machine multiplies bf16 natively, else fp32.  ``eval_tokens``: how much of the validation split an evaluation reads,
+    machine multiplies bf16 faster, else fp32.  ``eval_tokens``: how much of the validation split an evaluation reads,
     evenly spread (0 = all of it).
 
     ``keep``: how many of the newest checkpoints stay; ``keep_best``: and the one with the lowest validation loss, which

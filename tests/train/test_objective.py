@@ -113,7 +113,14 @@ def test_bf16_is_near_and_the_loss_itself_is_fp32(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"), [({"avx512_bf16": True}, "bf16"), ({"amx_bf16": True}, "bf16"), ({}, "fp32")]
+    ("flags", "expected"),
+    [
+        ({"avx512_bf16": True, "cpu_name": "AMD EPYC"}, "bf16"),
+        ({"amx_bf16": True, "avx512_bf16": True, "cpu_name": "Intel Xeon"}, "bf16"),
+        ({"avx512_bf16": True, "cpu_name": "Intel Xeon"}, "fp32"),
+        ({"avx512_bf16": True}, "bf16"),
+        ({}, "fp32"),
+    ],
 )
 def test_auto_is_bf16_where_the_machine_multiplies_it(monkeypatch, flags, expected):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
