@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from kvad import flops
 from kvad.cache.sizing import CacheConfig, group_bytes
 from kvad.cli.bench import bench_lines, keep
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
 from kvad.errors import RequestError
-from kvad.lab import bench, flops
+from kvad.lab import bench
 from kvad.lab.bench import CURVES, GrownByCat, bench_cache, slope
 from kvad.lab.chart import chart
 from kvad.lab.plot import read_lines, series_of

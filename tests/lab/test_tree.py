@@ -375,7 +375,7 @@ def test_formats_and_files(tmp_path, capsys):
         (["--tree", "--check"], "--check and --tree are two questions"),
         (["--tree", "--layer", "1"], "--layer belongs to a drawing of attention"),
         (["--tree", "--format", "terminal"], "--tree has no format terminal: text, svg, mermaid, json"),
-        (["--attention", "x", "--format", "mermaid"], "--attention has no format mermaid: terminal, svg, json"),
+        (["--attention", "x", "--format", "mermaid"], "--attention has no format mermaid: terminal, svg, png, json"),
         (["--tree", "--out", "tree.png"], "its ending names no format"),
         (["--tree", "--json", "--format", "svg"], "both given"),
         (["--format", "text"], "--format belongs to a drawing"),

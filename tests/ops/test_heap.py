@@ -48,7 +48,7 @@ def test_memory_that_is_taken_again_and_again_is_not_made_anew():
         new_pages()
         assert new_pages() < 100
         assert heap._libc().mallinfo2().fordblks > 60 << 20
-    assert heap._libc().mallinfo2().fordblks < 60 << 20 and new_pages() > 1000
+    assert new_pages() > 1000  # it went back
 
 
 def test_without_glibc_nothing_is_kept(monkeypatch):

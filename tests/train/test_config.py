@@ -144,12 +144,20 @@ def test_the_original_transformer(name, shape, count):
         assert sum(parameter.numel() for parameter in Transformer(model).parameters()) == count
 
 
-def test_the_multi30k_recipe_is_the_original_transformer_in_small():
+def test_the_multi30k_recipe_is_within_the_published_size():
     config = RunConfig.load(ROOT / "runs" / "multi30k-de-en-cpu.toml")
-    model = config.resolve(8000)
+    model = config.resolve(config.tokenizer.vocab_size)
     assert (model.kind, model.width, model.encoder.layers, model.decoder.layers) == ("encoder-decoder", 256, 3, 3)
     assert model.embed.scale == model.source.embed.scale == math.sqrt(model.width)
-    assert (config.data.context, config.optim.beta2, config.optim.eps) == (128, 0.98, 1e-9)
+    assert (config.data.context, config.optim.beta2, config.objective.smoothing) == (128, 0.98, 0.1)
+    assert sum(parameter.numel() for parameter in Transformer(model).parameters()) == 7_066_624
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "runs").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_recipe_is_one(path):
+    config = RunConfig.load(path)
+    if config.objective.kind != "compress":
+        assert config.resolve(300).width >= 32
 
 
 def test_a_sources_limit_follows_the_context():
