@@ -100,7 +100,7 @@ class Autocast:
 
 
 def resolve_precision(precision: str, device: str) -> str:
-    """``auto`` -> bf16 where the machine multiplies it faster (CPU: AMX, or AVX512-BF16 that is not Intel's), else fp32.
+    """``auto`` -> bf16 where the machine multiplies it faster (CPU: AMX, or AVX512-BF16 not of Intel), else fp32.
 
     Measured on one Zen 4 core, tokens/s fp32 -> bf16: 1.2 M parameters 6,061 -> 9,334; 5.3 M 1,932 -> 2,982;
     27 M 465 -> 761; the 0.7 M character model gains nothing.  Without native support bf16 is slower than fp32, and
