@@ -214,7 +214,7 @@ def peers_of(environment: Mapping[str, str], train: TrainConfig) -> Peers:
     store = _store(environment, rank, size)
     if not gpu:
         return Peers(rank, size, gloo(store, rank, size))
-    kind: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined]  # not in a torch for the CPU
+    kind: Any = dist.ProcessGroupNCCL  # not in a torch for the CPU
     options = kind.Options()
     options._timeout = timedelta(seconds=DAY)
     return Peers(rank, size, kind(store, rank, size, options), train.device)
