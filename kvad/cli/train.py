@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from kvad.errors import UsageError, counted, nearest
 if TYPE_CHECKING:
     from kvad.train.config import RunConfig
     from kvad.train.material import Named
+    from kvad.train.peers import Peers
     from kvad.train.reports import Callback, Outcome
 
 __all__ = ["draw_loss_curve", "train"]
@@ -165,6 +167,8 @@ def train(
 
     if resume and overwrite:
         raise UsageError("--resume and --overwrite contradict each other")
+    if dry_run and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError("--dry-run plans one process of a run", "leave torchrun out")
     if dry_run and resume:
         raise UsageError("--dry-run plans a new run, and --resume goes on with one", "leave one of them out")
     if out is None and not dry_run:
@@ -190,13 +194,14 @@ def train(
         show(config, named, out, overwrite=overwrite, as_json=as_json)
         return
     assert out is not None
+    peers = _peers(config)
     progress = progress_on(console())
     try:
-        outcome = _run(config, named, out, [progress, *watchers], resume=resume, overwrite=overwrite)
+        outcome = _run(config, named, out, [progress, *watchers], peers, resume=resume, overwrite=overwrite)
     finally:
         progress.close()
-    figures = draw_loss_curve(out)
-    _say(outcome, config, out, figures, as_json)
+    if peers.leads:
+        _say(outcome, config, out, draw_loss_curve(out), as_json)
     if outcome.reason == "interrupted":
         click.get_current_context().exit(130)
 
@@ -229,8 +234,24 @@ def _watchers(config: RunConfig, *, check_cache: bool, prompts: Sequence[str], b
     return [*found, *([Translate(bleu)] if bleu is not None else [])]
 
 
+def _peers(config: RunConfig) -> Peers:
+    """The processes that torchrun has started.  UsageError for what one process trains."""
+    from kvad.train.peers import peers_of
+
+    if config.objective.kind == "compress" and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UsageError("a compressor is trained by one process", "leave torchrun out")
+    return peers_of(os.environ, config.train)
+
+
 def _run(
-    config: RunConfig, named: Named, out: Path, heard: Sequence[Callback], *, resume: bool, overwrite: bool
+    config: RunConfig,
+    named: Named,
+    out: Path,
+    heard: Sequence[Callback],
+    peers: Peers,
+    *,
+    resume: bool,
+    overwrite: bool,
 ) -> Outcome:
     from kvad.cache.available import available_bytes
     from kvad.train import compress, job
@@ -242,9 +263,14 @@ def _run(
         return compress.train(config, named, out, overwrite=overwrite, callbacks=heard)
     if config.compress != CompressConfig():
         raise UsageError("[compress] is for --objective compress", "--init MODEL alone goes on from a checkpoint")
+    available = available_bytes()
     if resume:
-        return job.resume(out, config=config, corpus=named, available=available_bytes(), callbacks=heard, gauged=True)
-    return job.train(config, named, out, overwrite=overwrite, available=available_bytes(), callbacks=heard, gauged=True)
+        return job.resume(
+            out, config=config, corpus=named, available=available, callbacks=heard, gauged=True, peers=peers
+        )
+    return job.train(
+        config, named, out, overwrite=overwrite, available=available, callbacks=heard, gauged=True, peers=peers
+    )
 
 
 def _named(corpus: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequence[tuple[Path, ...]]) -> Named:

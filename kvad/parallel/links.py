@@ -23,7 +23,7 @@ from kvad.errors import EngineError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["Links", "Talks", "connect"]
+__all__ = ["DAY", "Links", "Talks", "answered", "connect", "gloo"]
 
 DAY = 86_400.0  # seconds
 
@@ -104,15 +104,34 @@ class Links:
         return x
 
     def _wait(self, call: Callable[..., Any], *given: Any) -> None:
-        """EngineError where another rank does not answer."""
-        try:
-            call(*given).wait()
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0].partition(". ")[0]
-            raise EngineError(
-                f"rank {self.mesh.rank} of a mesh of {self.mesh}: another rank does not answer: {reason}",
-                "it has ended, or failed while others wait: end all ranks and start them anew",
-            ) from error
+        answered(f"rank {self.mesh.rank} of a mesh of {self.mesh}", call, *given)
+
+
+def answered(who: str, call: Callable[..., Any], *given: Any) -> None:
+    """What ``who`` asks of a group, to its end.  EngineError where another rank does not answer."""
+    try:
+        call(*given).wait()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise EngineError(
+            f"{who}: another rank does not answer: {reason}",
+            "it has ended, or failed while others wait: end all ranks and start them anew",
+        ) from error
+
+
+def gloo(
+    store: Store, rank: int, size: int, *, host: str = "127.0.0.1", timeout: float = 60.0, patience: float = 30 * DAY
+) -> Talks:
+    """A group of ``size`` processes of which this is ``rank``.  In seconds: ``timeout`` to find each other, then
+    ``patience`` for an answer."""
+    kind: Any = dist.ProcessGroupGloo  # its options are known to no type checker
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout)
+    made = kind(store, rank, size, options)
+    made.set_timeout(timedelta(seconds=patience))
+    talks: Talks = made
+    return talks
 
 
 def connect(
@@ -124,19 +143,12 @@ def connect(
     for ranks to find each other, and in the middle of a step; ``idle`` for rank 0 to say what is next.  A rank whose
     process has ended is noticed at once.
     """
-    gloo: Any = dist.ProcessGroupGloo  # its options are known to no type checker
 
     def group(name: str, ranks: Sequence[int], patience: float = timeout) -> Talks | None:
         if len(ranks) == 1:
             return None
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=timeout)
         apart = dist.PrefixStore(f"{mesh} {name}", store)  # type: ignore[attr-defined]
-        made = gloo(apart, ranks.index(mesh.rank), len(ranks), options)
-        made.set_timeout(timedelta(seconds=patience))
-        talks: Talks = made
-        return talks
+        return gloo(apart, ranks.index(mesh.rank), len(ranks), host=host, timeout=timeout, patience=patience)
 
     first = mesh.stage * mesh.tensor
     return Links(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from kvad.checkpoint.atomic import write_bytes
-from kvad.checkpoint.folder import TRAINING, locate, read_json
+from kvad.checkpoint.folder import TRAINING, locate, read_json, step_folder
 from kvad.checkpoint.generation import Generation
 from kvad.checkpoint.native import load
 from kvad.checkpoint.opened import Opened, Training, read_training
@@ -43,6 +43,7 @@ from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
+from kvad.train.peers import ALONE, Peers
 from kvad.train.refusals import check_machine, check_out, check_run, holds_run, nothing_left
 from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.saver import Moment, Saver
@@ -81,18 +82,22 @@ def train(
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
     gauged: bool = False,
+    peers: Peers = ALONE,
 ) -> Outcome:
     """Train a new model, or one that there is (``config.init``), on text files and folders, or on pairs of texts.
 
     ``overwrite``: a run that ``out`` already holds gives way at the first save (before it, it is whole).
     ``available``: bytes that may be taken (None: nobody knows).  ``gauged``: a matrix product is measured before the
-    run begins, so that reports say its utilisation (``gauge.py``).  Raises UsageError, DataError, ConfigError,
+    run begins, so that reports say its utilisation (``gauge.py``).  ``peers``: the processes that call this together
+    (``peers.py``); the first of them alone reports and saves.  Raises UsageError, DataError, ConfigError,
     TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
     for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
         check_out(out, source, config.data.suffixes)
     earlier = holds_run(out, overwrite)
     check_machine(config.train)
+    peers.check(config.train)
+    callbacks = callbacks if peers.leads else ()
     config = absolute(config)
     start = start_of(config)
     # before a tokenizer is trained for a model that cannot be
@@ -107,7 +112,8 @@ def train(
     model_config = material.shaped(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
     _check_memory(config, model_config, available, start)
     form = None if start is None else start.form()
-    with nothing_left(out):
+    peers.check_same(lambda: material.key(tokenizer))
+    with nothing_left(out), peers.in_turn():
         material.open(out / "data", tokenizer)
     torch.manual_seed(config.train.seed)
     model = Transformer(model_config) if start is None else start.model()
@@ -120,7 +126,7 @@ def train(
         form = _form(model_config, material, tokenizer, tell)
     elif material.talks:
         form = form.talking(material.files(tokenizer), material.generation(tokenizer))
-    run = _Run(config, named, out, model, tokenizer, material, form, fresh=earlier)
+    run = _Run(config, named, out, model, tokenizer, material, form, peers, fresh=earlier)
     run.begun = None if start is None else start.begun()
     run.gauged = gauged
     return run.fit(State(), None, callbacks, clock)
@@ -135,6 +141,7 @@ def resume(
     callbacks: Sequence[Callback] = (),
     clock: Clock = time.monotonic,
     gauged: bool = False,
+    peers: Peers = ALONE,
 ) -> Outcome:
     """Go on from the newest checkpoint of a run; to the bit where steps limit it (see ``trainer.py``).
 
@@ -146,6 +153,9 @@ def resume(
     config, corpus = absolute(config or stored), corpus or paths
     state = read_training(locate(out))
     assert state is not None, "stored_run has looked"
+    peers.check(config.train)
+    peers.check_resumed(state.state.get("ranks", 1))
+    callbacks = callbacks if peers.leads else ()
     begun, start = state.state.get("init"), None
     if stored.lora is not None:
         check_differences(stored.to_dict(), config.to_dict())
@@ -161,7 +171,8 @@ def resume(
     tell = teller(callbacks)
     named = named_for(config.objective.kind, corpus)
     material = Material(config, named, tell, start=None if begun is None else checkpoint, template=locate(out))
-    open_again(material, out, tokenizer, state, tell)
+    with peers.in_turn():
+        open_again(material, out, tokenizer, state, tell)
     torch.manual_seed(config.train.seed)
     if start is None:
         model = Transformer(checkpoint.config)
@@ -175,7 +186,7 @@ def resume(
         form = whole_as(checkpoint) if start is None else start.form()
     if material.talks:
         form = form.talking(material.files(tokenizer), material.generation(tokenizer))
-    run = _Run(config, named, out, model, tokenizer, material, form)
+    run = _Run(config, named, out, model, tokenizer, material, form, peers)
     run.begun, run.gauged = begun, gauged
     return run.fit(State(**state.state["progress"]), state, callbacks, clock)
 
@@ -205,6 +216,7 @@ class _Run:
         tokenizer: Tokenizer,
         material: Material,
         form: Whole | Adapters,
+        peers: Peers,
         *,
         fresh: bool = False,
     ) -> None:
@@ -212,27 +224,29 @@ class _Run:
         self.corpus = as_json(corpus)
         prepare(model, config.train)
         self.optimization = Optimization(model, config.optim, config.train, model.config.width)
-        self.form, self.fresh = form, fresh
+        self.form, self.fresh, self.peers = form, fresh, peers
         self.begun: dict[str, str] | None = None  # the model that it began with
         self.gauged = False
 
     def fit(self, state: State, stored: Training | None, callbacks: Sequence[Callback], clock: Clock) -> Outcome:
-        train = self.config.train
+        train, leads = self.config.train, self.peers.leads
         if stored is not None:
             self.optimization.restore(stored.tensors)
-            torch.set_rng_state(stored.tensors["rng"])
-            if "rng_device" in stored.tensors:
-                torch.cuda.set_rng_state(stored.tensors["rng_device"], self.config.train.device)
+            self.peers.restore_random(stored.tensors, train.device)
+        elif not leads:
+            torch.manual_seed(train.seed + self.peers.rank)  # of the weights it was the seed itself
         metrics = MetricsFile(self.out / METRICS, train.log_every)
-        heard = [metrics, *eventful(self.out, train), *callbacks]
-        write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
+        heard: list[Callback] = [metrics, *eventful(self.out, train), *callbacks] if leads else []
+        if leads:
+            write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
         self._introduce(heard)
-        sample = self.material.sampler(self.model, self.tokenizer)
+        sample = self.material.sampler(self.model, self.tokenizer) if leads else None
         precision = resolve_precision(train.precision, train.device)
         objective = make_objective(self.config, self.model, Autocast(precision, train.device))
         frozen = self.config.lora is not None
-        gauge = Gauge(self.model.config, gemm_peak(train.device, precision), frozen) if self.gauged else None
-        saver = Saver(lambda: self._moment(state), self._write, beside=train.save_beside)
+        gauge = Gauge(self.model.config, gemm_peak(train.device, precision), frozen) if self.gauged and leads else None
+        write = self._write if leads else lambda moment: step_folder(self.out, moment.step)  # the first one writes it
+        saver = Saver(lambda: self._moment(state), write, beside=train.save_beside and leads)
         trainer = Trainer(
             self.model,
             objective,
@@ -246,6 +260,7 @@ class _Run:
             clock,
             gauge=gauge,
             whence=self.material.whence,
+            peers=self.peers,
         )
         try:
             with within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):
@@ -269,10 +284,10 @@ class _Run:
             callback.on_model(Subject(self.model, self.tokenizer, said, self.material.data, tell))
 
     def _moment(self, state: State) -> Moment:
-        tensors = {**self.optimization.tensors(), "rng": torch.get_rng_state()}
-        if torch.device(self.config.train.device).type == "cuda":
-            tensors["rng_device"] = torch.cuda.get_rng_state(self.config.train.device)
+        tensors = {**self.optimization.tensors(), **self.peers.random(self.config.train.device)}
         content = progress(self.config, self.corpus, self.material, state)
+        if self.peers.size > 1:
+            content["ranks"] = self.peers.size
         if self.begun is not None:
             content["init"] = self.begun
         with self.optimization.averaged():

@@ -30,6 +30,7 @@ from kvad.train.gauge import Gauge, held
 from kvad.train.metrics import Speed
 from kvad.train.objective import Objective, resolve_precision
 from kvad.train.optim import Optimization
+from kvad.train.peers import ALONE, Peers
 from kvad.train.reports import (
     Callback,
     EvalReport,
@@ -64,7 +65,7 @@ class State:
 class Trainer:
     """``model``: what is trained.  ``saver`` makes checkpoints of it and of ``state``; ``sample`` says what the model
     makes of a few examples, after every evaluation; ``clock`` gives seconds; ``gauge`` counts a step's FLOPs;
-    ``whence`` names the texts of rows, which are counted from the run's first."""
+    ``whence`` names the texts of rows, which are counted from the run's first; ``peers`` train the same model."""
 
     model: nn.Module
     objective: Objective
@@ -78,11 +79,12 @@ class Trainer:
     clock: Callable[[], float] = time.monotonic
     gauge: Gauge | None = None
     whence: Callable[[range], str] | None = None
+    peers: Peers = ALONE
 
     def __post_init__(self) -> None:
         self.precision = resolve_precision(self.config.precision, self.config.device)
         self.speed, self.flops = Speed(), 0
-        self.trend = Trend(self.state.trend)
+        self.trend, self.clock = Trend(self.state.trend), self.peers.clock(self.clock)
         self.checkpoint = Path()  # the newest that this run has told of
 
     def fit(self) -> Outcome:
@@ -102,7 +104,8 @@ class Trainer:
         """All steps; -> the folder of the last one."""
         config, state = self.config, self.state
         saved: int | None = None  # the step of the last save that was begun
-        while not stop.is_set() and not self._is_over():
+        self.peers.check_alike(self.model, state.step)
+        while not self.peers.any(stop.is_set()) and not self._is_over():
             before = self.clock()
             lr, norm, tokens = self._step()
             self.speed.add(tokens, self.clock() - before, self.flops)
@@ -131,17 +134,21 @@ class Trainer:
         random = RandomState(self.config.device)
         batches = self._batches()
         total = sum(len(batch.targets) for batch in batches)
-        self.flops = 0 if self.gauge is None else self.gauge.count(batches)
+        mine = self.peers.share(batches)
+        self.flops = 0 if self.gauge is None else self.gauge.count(mine)
         self.model.train()
         lr = self.optimization.begin(state.step, state.elapsed)
         scaled = self.optimization.scaled(total)
-        summed = sum(self.objective.backward(batch, scaled) for batch in batches)
+        summed = sum(self.objective.backward(batch, scaled) for batch in mine)
+        summed = self.peers.add_up(self.model, summed)
         norm = self.optimization.norm()
         if not math.isfinite(summed) or not self.optimization.usable(norm):
             random.restore()
-            fault = find_fault(self.model, self.objective, batches, scaled)
+            fault = find_fault(self.model, self.objective, mine, scaled)
+            said = self.peers.words("" if fault is None else self._told(fault, batches))
+            told = next(filter(None, said), "done again, all of it is finite: is this machine sound?")
             raise NumericalError(
-                f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {self._told(fault, batches)}",
+                f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {told}",
                 "the last checkpoint is whole; train with a lower learning rate or in fp32",
             )
         self.optimization.step(norm)
@@ -168,16 +175,14 @@ class Trainer:
         if warning is not None:
             self._tell("on_warning", WarningReport(state.step, warning))
 
-    def _told(self, fault: Fault | None, batches: Sequence[Batch]) -> str:
+    def _told(self, fault: Fault, batches: Sequence[Batch]) -> str:
         """Of a step that is not finite: what, and where."""
-        if fault is None:
-            return "done again, all of it is finite: is this machine sound?"
         if fault.batch is None:
             return f"not finite is {fault.what}"
-        counts = [batch.step.lanes[0].rows for batch in batches]
-        first = self.state.step * sum(counts) + sum(counts[: fault.batch])
-        numbers = range(first, first + counts[fault.batch])
-        words = f"first not finite is {fault.what}, of micro-batch {fault.batch + 1} of {len(batches)}"
+        counts, number = [batch.step.lanes[0].rows for batch in batches], self.peers.number(fault.batch)
+        first = self.state.step * sum(counts) + sum(counts[:number])
+        numbers = range(first, first + counts[number])
+        words = f"first not finite is {fault.what}, of micro-batch {number + 1} of {len(batches)}"
         if fault.row is not None:
             numbers, words = range(first + fault.row, first + fault.row + 1), f"{words}, row {fault.row + 1}"
         whence = "" if self.whence is None else self.whence(numbers)
@@ -194,9 +199,10 @@ class Trainer:
         """Of the weights that a checkpoint says are the model's."""
         self.model.eval()
         state = self.state
+        self.peers.check_alike(self.model, state.step)
         with self.optimization.averaged():
             found = self.objective.loss_of(self.data.evaluation())
-            state.val_loss, state.val_step = found.loss, state.step
+            state.val_loss, state.val_step = self.peers.of_first(found.loss), state.step
             if state.best is None or state.val_loss < state.best:
                 state.best, state.best_step = state.val_loss, state.step
             self._tell("on_eval", EvalReport(state.step, state.val_loss, found.targets, state.best, found.accuracy))

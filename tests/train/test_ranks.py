@@ -1,0 +1,273 @@
+"""Two processes that train one model: its numbers are those of one process, and it goes on to the bit."""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from kvad.checkpoint.native import load
+from kvad.checkpoint.opened import Training, read_training
+from kvad.errors import ConfigError, EngineError, NumericalError, UsageError
+from kvad.train.config import RunConfig, TrainConfig
+from kvad.train.job import resume, train
+from kvad.train.material import Material, named_for
+from kvad.train.metrics import read_metrics
+from kvad.train.objective import Autocast
+from kvad.train.objectives import fitting, make_objective
+from kvad.train.optim import Optimization
+from kvad.train.peers import Peers, peers_of
+from kvad.train.reports import Callback
+from kvad.train.saver import Moment, Saver
+from kvad.train.trainer import State, Trainer
+from tests.models import build
+
+SMALL = {"width": 32, "decoder.layers": 1, "decoder.kinds.L.mlp.hidden": 32}
+BOTH = {**SMALL, "encoder.layers": 1, "encoder.kinds.L.mlp.hidden": 32}
+DROPOUT = {"dropout.residual": 0.2}
+PATIENCE = 120  # seconds for a pair of processes, on a busy machine
+
+
+def environment(rank, port):
+    return {"RANK": f"{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+
+
+def both(work, *given):
+    """``work(rank, port, *given)`` in two processes; -> their exit codes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.train.test_ranks", "torch._dynamo"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [context.Process(target=work, args=(rank, port, *given)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(PATIENCE)
+        return [rank.exitcode for rank in ranks]
+    finally:
+        for rank in ranks:
+            if rank.is_alive():
+                rank.kill()
+
+
+def configured(kind, *, accumulate=4, dropout=None, **more):
+    """A tiny run whose rows are of unequal lengths."""
+    pairs = kind == "seq2seq"
+    content = {
+        "model": {
+            "preset": "transformer-tiny" if pairs else "tiny",
+            "set": {**(BOTH if pairs else SMALL), **(dropout or {})},
+        },
+        "data": {"context": 24, **({} if pairs else {"documents": "lines", "packing": "first-fit"})},
+        "tokenizer": {"kind": "byte"},
+        "train": {"batch": 1, "accumulate": accumulate, "precision": "fp32", "log_every": 1, "eval_every": 3, **more},
+    }
+    return fitting(RunConfig.from_dict(content), "encoder-decoder" if pairs else "decoder")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Lines for a decoder, pairs for an encoder-decoder, of 13 to 22 letters: no two fill a row."""
+    folder = tmp_path_factory.mktemp("texts")
+    words = [("abcdefghijklmnopqrstuvwxyz" * 2)[n % 11 :][: 13 + n * n * n % 10] for n in range(90)]
+    (folder / "next-token.txt").write_text("\n".join(words))
+    (folder / "seq2seq.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in words))
+    return folder
+
+
+class Wrong:
+    """An objective whose second loss is no number."""
+
+    def __init__(self, objective):
+        self.objective, self.calls = objective, 0
+
+    def backward(self, batch, total):
+        self.calls += 1
+        loss = self.objective.backward(batch, total)
+        return loss if self.calls < 2 else float("nan")
+
+    def loss_of(self, batches):
+        return self.objective.loss_of(batches)
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.losses, self.norms = [], []
+
+    def on_step(self, report):
+        self.losses.append(report.loss)
+        self.norms.append(report.grad_norm)
+
+
+def exact(kind, texts, folder, peers, wrong=False):
+    """A trainer in float64 of five steps, and what it tells."""
+    config = configured(kind, steps=5)
+    (path,) = texts.glob(f"{kind}.*")
+    material = Material(config, named_for(kind, [path]), lambda text: None)
+    tokenizer = material.make_tokenizer()
+    material.open(folder / f"data-{peers.rank}", tokenizer)
+    model = build(material.shaped(config.resolve(tokenizer.vocab_size)), dtype=torch.float64)
+    objective = make_objective(config, model, Autocast("fp32", "cpu"))
+    optimization = Optimization(model, config.optim, config.train, 32)
+    saver = Saver(lambda: Moment(0, {}, Training({}, {}), None), lambda moment: folder, beside=False)
+    heard, aim = Heard(), Wrong(objective) if wrong else objective
+    made = Trainer(
+        model, aim, optimization, material.data, config.train, State(), saver, callbacks=[heard], peers=peers
+    )
+    return made, heard
+
+
+def of_rank(rank, port, kind, texts, folder):
+    torch.set_num_threads(1)
+    peers = peers_of(environment(rank, port), configured(kind).train)
+    made, heard = exact(kind, texts, folder, peers)
+    made.fit()
+    torch.save(dict(made.model.state_dict()), folder / f"weights-{rank}")
+    (folder / f"told-{rank}").write_text(json.dumps([heard.losses, heard.norms]))
+    done()
+
+
+def done():
+    os._exit(0)  # as tests/ranks.py says
+
+
+@pytest.mark.parametrize("kind", ["next-token", "seq2seq"])
+def test_two_ranks_make_the_updates_of_one_process(kind, texts, tmp_path):
+    assert both(of_rank, kind, texts, tmp_path) == [0, 0]
+    alone, heard = exact(kind, texts, tmp_path, Peers())
+    counts = [[len(batch.targets) for batch in alone.data.micro_batches(step)] for step in range(5)]
+    assert any(sum(each[::2]) != sum(each[1::2]) for each in counts), "ragged, or a mean of means would do"
+    alone.fit()
+    found = [torch.load(tmp_path / f"weights-{rank}") for rank in range(2)]
+    for name, tensor in alone.model.state_dict().items():
+        assert torch.equal(found[0][name], found[1][name])
+        assert (found[0][name] - tensor).abs().max() < 1e-11, name  # Adam divides by roots of small numbers
+    for rank in range(2):
+        losses, norms = json.loads((tmp_path / f"told-{rank}").read_text())
+        assert losses == pytest.approx(heard.losses, rel=1e-12) and norms == pytest.approx(heard.norms, rel=1e-12)
+
+
+def at_odds(rank, port, texts, folder):
+    torch.set_num_threads(1)
+    peers = peers_of(environment(rank, port), configured("next-token").train)
+    parts = nn.ParameterList([nn.Parameter(torch.zeros(3)) for _ in range(3)])
+    parts[0].grad = torch.full((3,), 1.0 + rank)
+    if rank:
+        parts[1].grad = torch.arange(3.0)
+    said = [peers.add_up(parts, 0.25 + rank), [None if p.grad is None else p.grad.tolist() for p in parts]]
+    said += [peers.any(rank == 1), peers.of_first(rank + 0.5), peers.words("none" if rank else "\u00fcber")]
+    made, _ = exact("next-token", texts, folder, peers, wrong=rank == 1)
+    for _ in range(2):  # a loss that is no number, and weights that differ
+        try:
+            made.fit()
+        except NumericalError as error:
+            said.append(str(error))
+        with torch.no_grad():
+            next(made.model.parameters()).view(-1)[0] += 1e-9 * rank
+    (folder / f"said-{rank}").write_text(json.dumps(said))
+    if rank == 0:
+        try:
+            peers.any(False)  # the other has ended
+        except EngineError as error:
+            (folder / "lost").write_text(str(error))
+    done()
+
+
+def test_what_one_rank_meets_both_say(texts, tmp_path):
+    assert both(at_odds, texts, tmp_path) == [0, 0]
+    first, second = (json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(2))
+    assert first == second
+    assert first[:5] == [1.5, [[3.0] * 3, [0.0, 1.0, 2.0], None], True, 0.5, ["\u00fcber", "none"]]
+    assert "step 1: loss nan" in first[5] and "the loss, of outputs that all are, of micro-batch 2 of 4" in first[5]
+    assert "the weights of the ranks differ" in first[6]
+    assert "rank 0 of 2: another rank does not answer" in (tmp_path / "lost").read_text()
+
+
+class Killer(Callback):
+    """kill -9 of all ranks in the middle of the run."""
+
+    def __init__(self, pids, step):
+        self.pids, self.step = pids, step
+
+    def on_step(self, report):
+        if report.step == self.step:
+            for pid in self.pids:
+                os.kill(pid, signal.SIGKILL)
+
+
+def whole_run(rank, port, config, path, out, kill, again):
+    torch.set_num_threads(1)
+    peers = peers_of(environment(rank, port), config.train)
+    pids = [int(pid) for pid in peers.every(torch.tensor([os.getpid()]))]
+    if again:
+        resume(out, peers=peers)
+    else:
+        heard = [Killer([pid for pid in pids if pid != os.getpid()] + [os.getpid()], kill)]
+        train(config, [path], out, callbacks=heard, peers=peers)
+    done()
+
+
+def losses(out):
+    return {line["step"]: line["loss"] for line in read_metrics(out / "metrics.jsonl") if line["kind"] == "step"}
+
+
+def test_a_run_of_two_ranks_says_the_losses_of_one_process(texts, tmp_path):
+    config, path = configured("next-token", steps=6), texts / "next-token.txt"
+    assert both(whole_run, config, path, tmp_path / "two", 0, False) == [0, 0]
+    torch.set_num_threads(1)
+    train(config, [path], tmp_path / "one")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    lines = read_metrics(tmp_path / "two" / "metrics.jsonl")
+    kinds = [line["kind"] for line in lines]
+    assert [kinds.count(kind) for kind in ("run", "step", "eval", "end")] == [1, 6, 2, 1], "of one rank alone"
+    counts = [line["tokens"] for line in lines if line["kind"] == "step"]
+    assert counts == [line["tokens"] for line in read_metrics(tmp_path / "one" / "metrics.jsonl") if "lr" in line]
+
+
+def test_killed_it_goes_on_to_the_bit_with_as_many_ranks(texts, tmp_path):
+    config, path = configured("next-token", steps=8, save_every=2, dropout=DROPOUT), texts / "next-token.txt"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert both(whole_run, config, path, whole, 0, False) == [0, 0]
+    assert both(whole_run, config, path, parts, 5, False) == [-signal.SIGKILL] * 2
+    with pytest.raises(ConfigError, match="ranks: 2 there, 1 here"):
+        resume(parts)
+    assert both(whole_run, config, path, parts, 0, True) == [0, 0]
+    assert losses(parts) == losses(whole) and len(losses(whole)) == 8
+    files = [load(out, verify=True).files for out in (whole, parts)]
+    for name in ("model.safetensors", "training/state.safetensors"):
+        assert files[0][name]["sha256"] == files[1][name]["sha256"], name
+    random = read_training(load(whole).path).tensors
+    assert not torch.equal(random["rng"], random["rng.1"]), "dropout differs between ranks"
+
+
+def test_what_cannot_be_shared_is_refused_by_name():
+    asked = environment(0, 1)
+    with pytest.raises(ConfigError, match=r"train\.accumulate: 3 micro-batches cannot be shared evenly by 2 ranks"):
+        peers_of(asked, TrainConfig(accumulate=3))
+    with pytest.raises(ConfigError, match="all ranks are to be of one machine"):
+        peers_of({**asked, "LOCAL_WORLD_SIZE": "1"}, TrainConfig(accumulate=2))
+    with pytest.raises(ConfigError, match="every rank has one of its own"):
+        peers_of(asked, TrainConfig(accumulate=2, device="cuda:1"))
+    with pytest.raises(UsageError, match="MASTER_PORT is missing"):
+        peers_of({name: asked[name] for name in ("RANK", "WORLD_SIZE")}, TrainConfig(accumulate=2))
+    with pytest.raises(UsageError, match="RANK: expected a number"):
+        peers_of({"WORLD_SIZE": "2"}, TrainConfig(accumulate=2))
+    assert peers_of({}, TrainConfig()) == Peers() == peers_of({"WORLD_SIZE": "1", "RANK": "0"}, TrainConfig())
+
+
+def test_the_command_refuses_what_one_process_does(texts, tmp_path, monkeypatch, capsys):
+    from kvad.cli.main import main
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    path = texts / "next-token.txt"
+    assert main(["train", str(path), "--objective", "compress", "--init", "x", "--out", str(tmp_path / "x")]) == 2
+    assert "a compressor is trained by one process" in capsys.readouterr().err
+    assert main(["train", str(path), "--dry-run"]) == 2
+    assert "--dry-run plans one process" in capsys.readouterr().err and not Path(tmp_path / "x").exists()
