@@ -38,6 +38,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvad.checkpoint.opened import Training
 from kvad.config import Attention, Embedding, Layer, LearnedPositions, ModelConfig, Norm, Plain, Stack
 from kvad.lab.bench import commit, machine
 from kvad.model.transformer import Transformer
@@ -46,6 +47,7 @@ from kvad.train.data import DocumentData, Order
 from kvad.train.objective import Autocast, NextToken
 from kvad.train.optim import Optimization
 from kvad.train.reports import Callback, StartReport, StepReport
+from kvad.train.saver import Moment, Saver
 from kvad.train.store import TokenStore
 from kvad.train.trainer import State, Trainer
 
@@ -122,8 +124,8 @@ def run_kvad(asked: argparse.Namespace, turn: Turn) -> None:
             turn.over(report.loss)
 
     optimization = Optimization(model, config.optim, config.train)
-    nowhere = Path()
-    Trainer(model, objective, optimization, data, config.train, State(), lambda _: nowhere, callbacks=[Turns()]).fit()
+    saver = Saver(lambda: Moment(0, {}, Training({}, {}), None), lambda _: Path(), beside=False)  # nothing, nowhere
+    Trainer(model, objective, optimization, data, config.train, State(), saver, callbacks=[Turns()]).fit()
 
 
 def fresh(asked: argparse.Namespace) -> Transformer:
