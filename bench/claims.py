@@ -122,6 +122,8 @@ def run(variant: Variant, seed: int, text: Path, lines: Path | None) -> dict[str
             outcome = train(config, [corpus], Path(folder, "run"), callbacks=[look])
         except NumericalError as error:
             return {"loss": None, "why": str(error), "depths": look.depths}
+        if outcome.reason == "interrupted":  # no result
+            raise KeyboardInterrupt
         found = {"loss": outcome.val_loss, "tokens": outcome.tokens, "depths": look.depths}
         return {**found, "loss": _alone(Path(folder, "run"), held)} if variant.lines else found
 
