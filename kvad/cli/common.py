@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,14 +23,27 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.console import Console
 
-__all__ = ["console", "emit_json", "format_bytes", "json_line", "json_option", "model_argument", "parse_bytes"]
-__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "number_in", "since", "token_ids", "words_folder"]
+__all__ = ["console", "emit_json", "figures_option", "format_bytes", "json_line", "json_option", "model_argument"]
+__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "number_in", "parse_bytes", "since", "token_ids", "words_folder"]
 
 Counts = TypeVar("Counts", bound="DataclassInstance")
 
 # Whether the folder is a checkpoint is for kvad.checkpoint to say: it names what is missing.
 model_argument = click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object on stdout.")
+
+
+def figures_option(default: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``-o FILE``: figures to draw; ``default`` says where they lie without it."""
+    said = f"  [default: {default}]" if default else ""
+    return click.option(
+        "-o",
+        "--out",
+        multiple=True,
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help=f"PNG, SVG or PDF; may be repeated.{said}",
+    )
 
 
 class _FormatName(click.Choice[str]):

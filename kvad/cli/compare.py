@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import emit_json, format_bytes, json_option
+from kvad.cli.common import emit_json, figures_option, format_bytes, json_option
 from kvad.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,14 +23,7 @@ WIDEST = 28  # columns of a value in the table
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--out",
-    multiple=True,
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="PNG, SVG or PDF; may be repeated.  [default: compare.png and compare.svg, here]",
-)
+@figures_option("compare.png and compare.svg, here")
 @click.option(
     "--x", "axis", type=click.Choice(["steps", "tokens", "seconds"]), default="steps", show_default=True,
     help="The horizontal axis.",

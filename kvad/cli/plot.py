@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from kvad.cli.common import figures_option
 from kvad.errors import UsageError
 
 __all__ = ["plot"]
@@ -13,14 +14,7 @@ __all__ = ["plot"]
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE.jsonl...", type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--out",
-    multiple=True,
-    metavar="FILE",
-    type=click.Path(path_type=Path),
-    help="PNG, SVG or PDF; may be repeated.",
-)
+@figures_option()
 @click.option("--x", "x", default="step", show_default=True, help="The key of the horizontal axis.")
 @click.option(
     "--y", "y", multiple=True, help="A key to draw; may be repeated.  [default: the losses of a training run]"

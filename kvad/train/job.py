@@ -36,7 +36,6 @@ from kvad.text.tokenizer import Tokenizer
 from kvad.train.config import RunConfig, TrainConfig, differences
 from kvad.train.events import Events
 from kvad.train.gauge import Gauge, gemm_peak
-from kvad.train.initial import initialise
 from kvad.train.material import Material, Named, as_json, from_json, named_for
 from kvad.train.memory import outgrown, require, within
 from kvad.train.metrics import MetricsFile
@@ -49,7 +48,19 @@ from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.saver import Moment, Saver
 from kvad.train.schedules import paced_by
 from kvad.train.speed import prepare
-from kvad.train.start import Adapters, Start, Whole, absolute, restored, start_again, start_of, tokenizer_at, whole_as
+from kvad.train.start import (
+    Adapters,
+    Start,
+    Whole,
+    absolute,
+    at_beginning,
+    count_parameters,
+    restored,
+    start_again,
+    start_of,
+    tokenizer_at,
+    whole_as,
+)
 from kvad.train.toml import run_file
 from kvad.train.trainer import State, Trainer
 
@@ -115,11 +126,7 @@ def train(
     peers.check_same(lambda: material.key(tokenizer))
     with nothing_left(out), peers.in_turn():
         material.open(out / "data", tokenizer)
-    torch.manual_seed(config.train.seed)
-    model = Transformer(model_config) if start is None else start.model()
-    if kind != "decoder" and start is None:
-        initialise(model)
-    model.to(config.train.device)
+    model = at_beginning(config, model_config, start)
     for line in () if start is None else start.told():
         tell(line)
     if form is None:
@@ -372,9 +379,8 @@ def progress(config: RunConfig, corpus: Any, material: Material, state: State) -
 
 def _check_memory(config: RunConfig, model: ModelConfig, available: int | None, start: Start | None) -> None:
     device, precision = config.train.device, config.train.precision
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Transformer(model).parameters())
-    learned = None
+    learned: int | None = None
+    parameters = count_parameters(model)
     if start is not None and config.lora is not None:
         parameters, learned = start.parameters
     if torch.device(device).type == "cpu":  # another device's memory answers for itself

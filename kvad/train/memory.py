@@ -39,7 +39,7 @@ from kvad.config import Attention, Classes, Gated, Layer, ModelConfig, Rope, Sta
 from kvad.errors import MemoryPlanError, counted
 from kvad.train.config import RunConfig
 
-__all__ = ["outgrown", "require", "shown", "state_bytes", "training_bytes", "training_parts", "within"]
+__all__ = ["outgrown", "require", "saved_bytes", "shown", "state_bytes", "training_bytes", "training_parts", "within"]
 
 LOGITS = 1 << 24  # SLICE of ops/entropy.py, which imports torch; a test holds them equal
 FROZEN = 0.7  # adapters beside q and v; of test_memory.py's shapes 0.67 to 0.95, and 0.81 to 1.09 beside all
@@ -84,12 +84,11 @@ def training_parts(
     row = 48 if len(stacks) == 1 else 80
     own = parameters if learned is None else learned
     optimizer = state_bytes(model, run, parameters, learned) - 4 * (parameters + own)
-    averaged = run.optim.ema > 0 or run.optim.average > 0
     return {
         "weights": 4 * parameters,
         "gradients": 4 * own,
         "optimizer": optimizer,
-        "copy": optimizer + 4 * own * (1 + averaged) if run.train.save_beside else 0,
+        "copy": saved_bytes(model, run, parameters, learned) if run.train.save_beside else 0,
         "rows": row * tokens * run.train.accumulate,
         "activations": activations,
         "logits": logits,
@@ -103,6 +102,13 @@ def state_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: in
     each += 4 * (optim.average + (optim.ema > 0))
     tables = 4 * model.vocab * table_width(model) if optim.name == "muon" and parameters and learned is None else 0
     return 4 * parameters + each * (parameters if learned is None else learned) + tables
+
+
+def saved_bytes(model: ModelConfig, run: RunConfig, parameters: int, learned: int | None = None) -> int:
+    """Bytes of a checkpoint's tensors: what is trained, what the optimizer remembers, and with averages those too."""
+    own = parameters if learned is None else learned
+    averaged = run.optim.ema > 0 or run.optim.average > 0
+    return state_bytes(model, run, parameters, learned) - 4 * parameters + 4 * own * averaged
 
 
 def _kept(model: ModelConfig, stack: Stack, layer: Layer, context: int) -> int:

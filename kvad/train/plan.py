@@ -20,17 +20,15 @@ from torch import Tensor, nn
 
 from kvad.config import ModelConfig, mixers
 from kvad.model.compress import Compressor
-from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
 from kvad.train.compress import subject_of
 from kvad.train.config import RunConfig
 from kvad.train.data import TrainingData
 from kvad.train.distil import Distillation
 from kvad.train.gauge import Gauge, gemm_peak
-from kvad.train.initial import initialise
 from kvad.train.masking import MaskedData
 from kvad.train.material import Material, Named, named_for
-from kvad.train.memory import training_bytes, training_parts
+from kvad.train.memory import saved_bytes, training_bytes, training_parts
 from kvad.train.objective import Autocast, Objective, resolve_precision
 from kvad.train.objectives import fitting, make_objective
 from kvad.train.optim import Optimization
@@ -38,7 +36,7 @@ from kvad.train.refusals import check_machine
 from kvad.train.rows import Batch
 from kvad.train.spans import SpanData
 from kvad.train.speed import prepare, refuse
-from kvad.train.start import Start, absolute, start_of
+from kvad.train.start import absolute, at_beginning, count_parameters, start_of
 
 __all__ = ["TrainingPlan", "Trial", "plan", "rows_of"]
 
@@ -145,30 +143,15 @@ def _model(config: RunConfig, corpus: Named, folder: Path, tell: Callable[[str],
     tokenizer = material.make_tokenizer() if start is None else start.tokenizer
     model = material.shaped(config.resolve(tokenizer.vocab_size)) if start is None else start.model_config
     material.open(folder / "data", tokenizer)
-    every, trained = _parameters(model) if start is None else start.parameters
+    every, trained = (count_parameters(model),) * 2 if start is None else start.parameters
 
     def make() -> tuple[nn.Module, Objective]:
-        made = _made(config, model, start)
+        made = at_beginning(config, model, start)
+        prepare(made, config.train)
         autocast = Autocast(resolve_precision(config.train.precision, config.train.device), config.train.device)
         return made, make_objective(config, made, autocast)
 
     return _Subject(config, model, every, trained, material.data, make)
-
-
-def _made(config: RunConfig, model: ModelConfig, start: Start | None) -> Transformer:
-    torch.manual_seed(config.train.seed)
-    made = Transformer(model) if start is None else start.model()
-    if start is None and model.kind != "decoder":
-        initialise(made)
-    made.to(config.train.device)
-    prepare(made, config.train)
-    return made
-
-
-def _parameters(model: ModelConfig) -> tuple[int, int]:
-    with torch.device("meta"):
-        every = sum(parameter.numel() for parameter in Transformer(model).parameters())
-    return every, every
 
 
 def _compressor(config: RunConfig, corpus: Named, folder: Path, tell: Callable[[str], None]) -> _Subject:
@@ -187,7 +170,7 @@ def _compressor(config: RunConfig, corpus: Named, folder: Path, tell: Callable[[
         autocast = Autocast(resolve_precision(train.precision, train.device), train.device)
         return compressor, Distillation(model, compressor.to(train.device), wanted, autocast)
 
-    return _Subject(config, opened.config, _parameters(opened.config)[0] + trained, trained, material.data, make)
+    return _Subject(config, opened.config, count_parameters(opened.config) + trained, trained, material.data, make)
 
 
 # ---------------------------------------------------------------- the plan
@@ -269,14 +252,9 @@ def _steps(config: RunConfig, seconds: float | None, evaluation: float | None) -
 
 
 def _checkpoint(subject: _Subject) -> int:
-    """Bytes: what is trained (adapters and compressors alone), what the optimizer remembers, and averages."""
-    optim, trained = subject.config.optim, 4 * subject.trained
-    moments = {"adamw": 2, "muon": 1, "adafactor": 0 if optim.beta1 is None else 1}[optim.name] * trained
-    if optim.name == "muon" and subject.config.lora is None and not subject.compressor:
-        held = training_parts(subject.model, subject.config, subject.parameters, 1)["optimizer"]
-        moments = held - trained * (optim.average + (optim.ema > 0))
-    averages = trained * (1 + optim.average + (optim.ema > 0)) if optim.average or optim.ema else 0
-    return trained + moments + averages
+    """Bytes; of adapters and compressors they alone."""
+    whole = subject.config.lora is None and not subject.compressor
+    return saved_bytes(subject.model, subject.config, subject.parameters, None if whole else subject.trained)
 
 
 # ---------------------------------------------------------------- the trial

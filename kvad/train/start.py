@@ -43,8 +43,8 @@ from kvad.train.initial import initialise
 from kvad.train.objectives import headed
 from kvad.train.saver import Moment
 
-__all__ = ["Adapters", "Start", "Whole", "absolute", "restored", "said_by", "start_again", "start_of"]
-__all__ += ["tokenizer_at", "whole_as", "words_at"]
+__all__ = ["Adapters", "Start", "Whole", "absolute", "at_beginning", "count_parameters", "restored", "said_by"]
+__all__ += ["start_again", "start_of", "tokenizer_at", "whole_as", "words_at"]
 
 
 def absolute(config: RunConfig) -> RunConfig:
@@ -180,8 +180,7 @@ class Start:
     def parameters(self) -> tuple[int, int]:
         """(all, those that are trained), adapters among both."""
         config = self.model_config
-        with torch.device("meta"):
-            every = sum(parameter.numel() for parameter in Transformer(config).parameters())
+        every = count_parameters(config)
         if self.config.lora is None:
             return every, every
         shapes = adaptable(self.model_config)
@@ -233,6 +232,21 @@ class Start:
         form = form_of(self.opened, self.config.init, self.fingerprint)
         form.check(self.parts)
         return Adapters(form, self.config)
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Of a model that is not made."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Transformer(model).parameters())
+
+
+def at_beginning(config: RunConfig, model: ModelConfig, start: Start | None) -> Transformer:
+    """What a new run trains, on its device: as ``start`` has it, or at random from ``train.seed``."""
+    torch.manual_seed(config.train.seed)
+    made = Transformer(model) if start is None else start.model()
+    if start is None and model.kind != "decoder":
+        initialise(made)
+    return made.to(config.train.device)
 
 
 def start_of(config: RunConfig) -> Start | None:
