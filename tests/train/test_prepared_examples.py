@@ -162,7 +162,7 @@ def test_the_last_word_of_examples_is_all_of_them(kind, files, tmp_path, in_batc
     shown, told = io.StringIO(), []
     monkeypatch.setattr("kvad.cli.data.console", lambda: Console(file=shown, force_terminal=True, width=120))
     monkeypatch.setattr("rich.status.Status.update", lambda _, text: told.append(text))
-    code, out, err = kvad("data", "prepare", run_file(kind, tmp_path), files / kind, "--out", tmp_path / "out")
+    code, _, err = kvad("data", "prepare", run_file(kind, tmp_path), files / kind, "--out", tmp_path / "out")
     assert code == 0 and "a second" not in err, err
     assert len(told) in (12, 13) and "reading" in shown.getvalue(), "60 texts, or 61, five at a time"
     whole = json.loads((tmp_path / "out/manifest.json").read_text())["tokens"]
