@@ -197,13 +197,15 @@ class Dropout:
 
     ``embedding``: of the vectors that enter a stack (the sums with positions, normed where the embedding norms them);
     ``residual``: of what each branch adds to the stream (both: Vaswani et al. 2017, sec. 5.4); ``attention``: of the
-    weights of the softmax; ``hidden``: of an MLP's activations.  Outside training nothing is dropped.
+    weights of the softmax; ``hidden``: of an MLP's activations; ``output``: of what leaves a stack (T5: Raffel et al.
+    2020, sec. 2.1).  Outside training nothing is dropped.
     """
 
     embedding: float = 0.0
     residual: float = 0.0
     attention: float = 0.0
     hidden: float = 0.0
+    output: float = 0.0
 
 
 @dataclass(frozen=True)

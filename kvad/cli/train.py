@@ -46,6 +46,9 @@ PLACES = {
     "objective": "objective.kind",
     "lora_rank": "lora.rank",
     "tensorboard": "train.tensorboard",
+    "check_cache": "watch.check_cache",
+    "prompts": "watch.prompts",
+    "bleu": "watch.bleu",
 }
 
 
@@ -111,7 +114,12 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 @click.option("--device", help="[default: cpu]")
 @click.option("--eval-every", type=int, help="Steps between evaluations.  [default: 250]")
 @click.option("--save-every", type=int, help="Steps between checkpoints.  [default: 500]")
-@click.option("--check-cache", is_flag=True, help="At evaluations: does a cache say what the model says without one?")
+@click.option(
+    "--check-cache",
+    is_flag=True,
+    default=None,
+    help="At evaluations: does a cache say what the model says without one?",
+)
 @click.option(
     "--prompt", "prompts", multiple=True, metavar="TEXT", help="At evaluations: how it goes on; may be repeated."
 )
@@ -130,9 +138,6 @@ def train(
     run_file: Path | None,
     assignments: tuple[str, ...],
     tokenizer: str | None,
-    check_cache: bool,
-    prompts: tuple[str, ...],
-    bleu: int | None,
     resume: bool,
     overwrite: bool,
     dry_run: bool,
@@ -187,7 +192,6 @@ def train(
     config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
     held = [(Path(validation),)] if validation is not None and share is None else []
     named = _named(corpus, pairs, [*held, *validation_pairs])
-    watchers = _watchers(config, check_cache=check_cache, prompts=prompts, bleu=bleu)
     if dry_run:
         from kvad.cli.train_plan import show
 
@@ -197,7 +201,7 @@ def train(
     peers = _peers(config)
     progress = progress_on(console())
     try:
-        outcome = _run(config, named, out, [progress, *watchers], peers, resume=resume, overwrite=overwrite)
+        outcome = _run(config, named, out, [progress, *_watchers(config)], peers, resume=resume, overwrite=overwrite)
     finally:
         progress.close()
     if peers.leads:
@@ -219,19 +223,12 @@ def _stored_run(out: Path) -> RunConfig:
     return compress.stored_run(out)[0] if _is_compressor(out) else job.stored_run(out)[0]
 
 
-def _watchers(config: RunConfig, *, check_cache: bool, prompts: Sequence[str], bleu: int | None) -> list[Callback]:
-    """What looks at the model while it is trained.  UsageError for what says nothing of this run."""
-    if not (check_cache or prompts or bleu is not None):
+def _watchers(config: RunConfig) -> list[Callback]:
+    if not config.watch.asked:
         return []
-    from kvad.lab.callbacks import CheckCache, Continue, Translate
+    from kvad.lab.callbacks import watchers  # the engine, which a run alone does not need
 
-    if config.objective.kind == "compress":
-        raise UsageError(
-            "--check-cache, --prompt and --bleu look at a model, and a compressor is trained", "leave it out"
-        )
-    found: list[Callback] = [CheckCache()] if check_cache else []
-    found += [Continue(prompts)] if prompts else []
-    return [*found, *([Translate(bleu)] if bleu is not None else [])]
+    return watchers(config.watch)
 
 
 def _peers(config: RunConfig) -> Peers:

@@ -6,6 +6,7 @@ is trained: a run says the same losses, bit for bit, with them and without.  The
 while they work.
 
     train(config, corpus, out, callbacks=[CheckCache(), Continue(["def "]), Translate(200)])
+    train(config, corpus, out, callbacks=watchers(config.watch))     # what a run file asks for
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvad.cache.sizing import CacheConfig
 from kvad.engine.engine import Engine
 from kvad.engine.request import Sampling
 from kvad.engine.scheduler import Plan
+from kvad.engine.texts import Texts
 from kvad.errors import EngineError, UsageError
 from kvad.lab import bleu
 from kvad.lab.compare import tolerance
@@ -30,10 +32,18 @@ from kvad.llm import LLM
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
+from kvad.train.config import WatchConfig
 from kvad.train.pair_data import PairData
 from kvad.train.reports import Callback, EvalReport, MeasuredReport, Sample, SamplesReport, Subject
 
-__all__ = ["CheckCache", "Continue", "Translate"]
+__all__ = ["CheckCache", "Continue", "Translate", "watchers"]
+
+
+def watchers(watch: WatchConfig) -> list[Callback]:
+    """What a run file's [watch] asks for."""
+    found: list[Callback] = [CheckCache()] if watch.check_cache else []
+    found += [Continue(watch.prompts, watch.prompt_tokens, watch.temperature)] if watch.prompts else []
+    return [*found, *([Translate(watch.bleu)] if watch.bleu is not None else [])]
 
 
 class _Watcher(Callback):
@@ -69,12 +79,14 @@ class CheckCache(_Watcher):
     (``lab.compare.tolerance``); beyond it the line says so.  UsageError, before training, for an encoder.
     """
 
+    watches = "check_cache"
+
     def __init__(self, rows: int = 2, tokens: int = 64) -> None:
         self._rows, self._tokens = rows, tokens
 
     def on_model(self, subject: Subject) -> None:
         if subject.model.config.kind == "encoder":
-            raise UsageError("--check-cache: an encoder keeps no cache", "leave it out")
+            raise UsageError("watch.check_cache (--check-cache): an encoder keeps no cache", "leave it out")
         super().on_model(subject)
 
     def on_eval(self, report: EvalReport) -> None:
@@ -134,7 +146,7 @@ def _incremental(model: Transformer, rows: Sequence[Row]) -> tuple[float, float,
         while not engine.idle:
             for piece in engine.step():
                 if piece.error is not None:
-                    raise EngineError(f"--check-cache: {piece.error}")
+                    raise EngineError(f"watch.check_cache: {piece.error}")
     finally:
         engine.close()
     have = [torch.cat(found[number])[: len(row.tokens)].double() for number, row in enumerate(rows)]
@@ -168,15 +180,27 @@ class Continue(_Watcher):
     """At every evaluation: how each prompt goes on (an encoder-decoder: what it answers), ``tokens`` tokens at most.
 
     ``temperature`` 0 is greedy; sampled texts are the same in every run, for their numbers are a function of the seed.
+    UsageError, before training, for an encoder; RequestError for a prompt that the model cannot read whole.
     """
+
+    watches = "prompts"
 
     def __init__(self, prompts: Sequence[str], tokens: int = 64, temperature: float = 0.0) -> None:
         self._prompts, self._most, self._temperature = tuple(prompts), tokens, temperature
 
+    def on_model(self, subject: Subject) -> None:
+        config = subject.model.config
+        if config.kind == "encoder":
+            raise UsageError("watch.prompts (--prompt): an encoder continues no text", "leave it out")
+        super().on_model(subject)
+        texts = Texts(config, subject.tokenizer, subject.generation)
+        ask = texts.prompt if config.kind == "decoder" else texts.source
+        self._asked = [ask(prompt) for prompt in self._prompts]
+
     def on_eval(self, report: EvalReport) -> None:
-        longest = max(len(self.subject.tokenizer.encode(prompt)) for prompt in self._prompts)
-        with self._llm(len(self._prompts), longest + self._most + 2) as llm:
-            done = llm.generate(list(self._prompts), max_tokens=self._most, temperature=self._temperature)
+        longest = max(map(len, self._asked))
+        with self._llm(len(self._asked), longest + self._most + 2) as llm:
+            done = llm.generate(self._asked, max_tokens=self._most, temperature=self._temperature)
         pairs = zip(self._prompts, done, strict=True)
         samples = tuple(Sample(prompt, "", each.text) for prompt, each in pairs)
         self.subject.tell("on_samples", SamplesReport(report.step, samples))
@@ -189,13 +213,15 @@ class Translate(_Watcher):
     the texts says less.  UsageError, before training, for what is not trained on pairs.
     """
 
+    watches = "bleu"
+
     def __init__(self, pairs: int = 200, rows: int = 16) -> None:
         bleu.require()
         self._pairs, self._rows = pairs, rows
 
     def on_model(self, subject: Subject) -> None:
         if not isinstance(subject.data, PairData):
-            raise UsageError("--bleu: only what is trained on pairs translates", "leave it out")
+            raise UsageError("watch.bleu (--bleu): only what is trained on pairs translates", "leave it out")
         super().on_model(subject)
         self._examples = subject.data.examples(self._pairs)
 

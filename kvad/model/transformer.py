@@ -221,7 +221,7 @@ class Transformer(nn.Module):
             return source
         hidden = dropped(self.embed(step.tokens, step.positions), self.config.dropout.embedding, self)
         out: Tensor = self.decoder(hidden, step, own, cross)
-        return out
+        return dropped(out, self.config.dropout.output, self)
 
     def encode(self, step: Step, probe: Probe | None = None) -> Tensor:
         """The encoder's output [T, E] for a step of sources (or of an encoder's rows).  Nothing is kept."""
@@ -233,7 +233,7 @@ class Transformer(nn.Module):
         x = dropped(x, self.config.dropout.embedding, self)
         memory = FreshEncoder(self.config, kernel=self.kernel, probe=probe)
         out: Tensor = self.encoder(x, step, memory.open(step))
-        return out
+        return dropped(out, self.config.dropout.output, self)
 
     @property
     def table(self) -> Tensor:

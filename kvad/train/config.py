@@ -4,13 +4,14 @@ A run file has these tables::
 
     [model]       a whole ModelConfig, or preset = "small" and what differs from it; vocab and limit may be left out.
                   Or init = "MODEL" alone: a checkpoint that training goes on from, with its tokenizer
-    [data]        context, suffixes, documents, errors, validation, ...   DataConfig
+    [data]        context, suffixes, documents, errors, validation, ...   DataConfig (data_config.py)
     [tokenizer]   kind, path, vocab_size, ...                            TokenizerConfig
     [objective]   kind: what the model learns to say                     ObjectiveConfig
     [optim]       name, lr, schedule, weight_decay, clip, ema, ...        OptimConfig (optim_config.py)
     [train]       steps, minutes, batch, precision, save_every, ...      TrainConfig
+    [watch]       check_cache, prompts, bleu, ...: what is looked at at evaluations    WatchConfig
     [compress]    model, ratio, recent, ...: what objective.kind = "compress" trains, in the place of [model] and
-                  [tokenizer]                                            CompressConfig
+                  [tokenizer]                                            CompressConfig (adapt_config.py)
     [lora]        rank, alpha, targets, ...: adapters are trained beside a frozen model.init    LoraConfig
 
 Unknown tables and keys are refused with the nearest known name.  TOML has no null: in [model] the text "null" is one.
@@ -20,7 +21,6 @@ Standard library only.
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,7 +29,9 @@ from typing import Any, Literal
 
 from kvad.config import ModelConfig, from_dict, override, to_dict
 from kvad.errors import ConfigError, nearest
-from kvad.train.optim_config import OptimConfig
+from kvad.train.adapt_config import CompressConfig, LoraConfig
+from kvad.train.data_config import DataConfig, SourceConfig, TokenizerConfig
+from kvad.train.optim_config import OptimConfig, check
 from kvad.train.presets import PRESETS
 
 __all__ = [
@@ -42,82 +44,20 @@ __all__ = [
     "SourceConfig",
     "TokenizerConfig",
     "TrainConfig",
+    "WatchConfig",
     "assigned",
     "differences",
 ]
 
-TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "compress", "lora")
+TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "watch", "compress", "lora")
 # What may change on resume, as no number does.
-FREE = tuple(
-    f"train.{key}"
-    for key in ("log_every", "eval_every", "save_every", "keep", "keep_best", "save_beside", "tensorboard")
+FREE = (
+    *(
+        f"train.{key}"
+        for key in ("log_every", "eval_every", "save_every", "keep", "keep_best", "save_beside", "tensorboard")
+    ),
+    *(f"watch.{key}" for key in ("check_cache", "prompts", "prompt_tokens", "temperature", "bleu")),
 )
-
-
-@dataclass(frozen=True)
-class SourceConfig:
-    """One of a mixture: ``paths`` are files, folders, or one folder of ``kvad data prepare``; ``weight``: its share of
-    the rows, in any unit."""
-
-    paths: tuple[str, ...]
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check(len(self.paths) > 0, "data.sources.paths", list(self.paths), "at least one")
-        _check(self.weight > 0, "data.sources.weight", self.weight, "above 0")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """``context``: tokens of a training row.  ``suffixes``: which files of a folder (none: all that are text).
-
-    ``documents``: whether every file is one, or every line that is not empty.
-
-    ``errors``: what to do with bytes that are not UTF-8.  ``validation``: share of the tokens held out.  ``order``:
-    ``epochs`` cuts the corpus into rows, each seen once per epoch, at a new offset every epoch; ``windows`` draws the
-    start of every row at random (nanoGPT's way); ``sequential`` reads the corpus in its order and mixes ``shuffle``
-    rows at a time; ``stream`` does that without writing tokens to the disk first (``stream.py``).
-
-    ``packing``: how documents share rows, ``split``, ``first-fit`` or ``best-fit`` (``packing.py``; auto: documents are
-    split, pairs go by first fit).  ``reset``: positions restart in every document; ``isolate``: documents do not see
-    each other (``rows.py``).
-
-    ``format``: how files are read (``readers.py``; auto: by their names); of JSON lines, ``field`` is the text, or
-    ``source_field`` and ``target_field`` are a pair.  ``sources``: a mixture, in the place of what is named.
-    """
-
-    context: int = 256
-    suffixes: tuple[str, ...] = ()
-    documents: Literal["files", "lines"] = "files"
-    errors: Literal["strict", "replace"] = "strict"
-    validation: float = 0.1
-    order: Literal["epochs", "windows", "sequential", "stream"] = "epochs"
-    packing: Literal["auto", "split", "first-fit", "best-fit"] = "auto"
-    reset: bool = True
-    isolate: bool = True
-    format: Literal["auto", "text", "lines", "jsonl", "pairs"] = "auto"
-    field: str = "text"
-    source_field: str = "source"
-    target_field: str = "target"
-    shuffle: int = 1024
-    sources: tuple[SourceConfig, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check(self.context >= 1, "data.context", self.context, "at least 1")
-        _check(0 < self.validation < 1, "data.validation", self.validation, "between 0 and 1")
-        _check(self.shuffle >= 1, "data.shuffle", self.shuffle, "at least 1")
-
-
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """``path``: a tokenizer to load; otherwise one of ``kind`` is trained on the corpus (see kvad.text.tokenizer)."""
-
-    kind: Literal["bpe", "byte", "char", "word"] = "bpe"
-    path: str | None = None
-    vocab_size: int = 4096
-    min_freq: int = 1
-    lower: bool = False
-    specials: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,13 +86,13 @@ class ObjectiveConfig:
     hide: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(0 <= self.smoothing < 1, "objective.smoothing", self.smoothing, "in [0, 1)")
-        _check(0 < self.density < 1, "objective.density", self.density, "between 0 and 1")
-        _check(self.mean_span >= 1, "objective.mean_span", self.mean_span, "at least 1")
-        _check(0 <= self.sampling <= 1, "objective.sampling", self.sampling, "in [0, 1]")
-        _check(0 <= self.hide < 1, "objective.hide", self.hide, "in [0, 1)")
+        check(0 <= self.smoothing < 1, "objective.smoothing", self.smoothing, "in [0, 1)")
+        check(0 < self.density < 1, "objective.density", self.density, "between 0 and 1")
+        check(self.mean_span >= 1, "objective.mean_span", self.mean_span, "at least 1")
+        check(0 <= self.sampling <= 1, "objective.sampling", self.sampling, "in [0, 1]")
+        check(0 <= self.hide < 1, "objective.hide", self.hide, "in [0, 1)")
         steps = self.sampling_steps
-        _check(steps is None or steps >= 1, "objective.sampling_steps", steps, "at least 1")
+        check(steps is None or steps >= 1, "objective.sampling_steps", steps, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -191,12 +131,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("batch", "accumulate", "eval_every", "save_every", "log_every", "keep"):
-            _check(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
+            check(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         for name in ("steps", "minutes"):
             value = getattr(self, name)
-            _check(value is None or value > 0, f"train.{name}", value, "above 0")
+            check(value is None or value > 0, f"train.{name}", value, "above 0")
         for name in ("eval_tokens", "seed"):
-            _check(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
+            check(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
         _check_precision(self.precision, self.device)
 
     @property
@@ -206,66 +146,34 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class CompressConfig:
-    """A compressor of the cache of ``model`` (a checkpoint), which makes one summary of ``ratio`` tokens.
+class WatchConfig:
+    """What is looked at at every evaluation, on a copy of the weights (``kvad.lab.callbacks``): no number of the run
+    changes.
 
-    It is trained to stand for all but the first ``sinks`` and the latest ``recent`` tokens of a row, for ``every``
-    queries at a time, as ``hierarchy(recent, sinks=, every=, ratio=)`` lets tokens descend.  ``hidden``: units of its
-    correction, for each kv head.
+    ``check_cache``: a cache beside the model without one.  ``prompts``: how they go on (an encoder-decoder: what it
+    answers), for ``prompt_tokens`` tokens at most, at ``temperature`` (0: greedily).  ``bleu``: of so many held-out
+    pairs (None: of none).
     """
 
-    model: str | None = None
-    ratio: int = 8
-    recent: int = 64
-    every: int = 16
-    sinks: int = 0
-    hidden: int = 16
+    check_cache: bool = False
+    prompts: tuple[str, ...] = ()
+    prompt_tokens: int = 64
+    temperature: float = 0.0
+    bleu: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("ratio", 2), ("recent", 1), ("every", 1), ("sinks", 0), ("hidden", 1)):
-            _check(getattr(self, name) >= least, f"compress.{name}", getattr(self, name), f"at least {least}")
-
-    def check_context(self, context: int) -> None:
-        """ConfigError where nothing of a row of ``context`` tokens would be summarised."""
-        last = (context - 1) // self.every * self.every
-        if max(0, last - self.recent) // self.ratio * self.ratio <= self.sinks:
-            raise ConfigError(
-                f"compress.recent: of rows of {context} tokens nothing is older than {self.recent}",
-                f"train on a longer --context than {self.sinks + self.recent + self.every + self.ratio}",
-            )
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """Low-rank adapters (Hu et al. 2021; ``model/lora.py``) of ``rank``, scaled by ``alpha`` / rank (``rslora``: alpha
-    / sqrt(rank)), beside the linear parts that ``targets`` name: "all", "q,v", or a list, with dotted patterns in it.
-
-    ``dropout``: of an adapter's input, while it is trained.
-    """
-
-    rank: int = 8
-    alpha: float = 16.0
-    targets: str | tuple[str, ...] = ("q", "v")
-    dropout: float = 0.0
-    rslora: bool = False
-
-    def __post_init__(self) -> None:
-        _check(self.rank >= 1, "lora.rank", self.rank, "at least 1")
-        _check(self.alpha > 0, "lora.alpha", self.alpha, "above 0")
-        _check(0 <= self.dropout < 1, "lora.dropout", self.dropout, "in [0, 1)")
-        if not self.names:
-            raise ConfigError("lora.targets: no part is named", 'name some, as in targets = ["q", "v"], or "all"')
+        check(self.prompt_tokens >= 1, "watch.prompt_tokens", self.prompt_tokens, "at least 1")
+        check(self.temperature >= 0, "watch.temperature", self.temperature, "0 or more")
+        check(self.bleu is None or self.bleu >= 1, "watch.bleu", self.bleu, "at least 1")
+        check("" not in self.prompts, "watch.prompts", list(self.prompts), "texts that are not empty")
+        for name in ("prompt_tokens", "temperature"):
+            if not self.prompts and getattr(self, name) != getattr(WatchConfig, name):
+                raise ConfigError(f"watch.{name}: means nothing without watch.prompts", "say what is to go on")
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The targets, one by one."""
-        said = self.targets.split(",") if isinstance(self.targets, str) else self.targets
-        return tuple(name.strip() for name in said if name.strip())
-
-    @property
-    def scale(self) -> float:
-        """What B A is multiplied by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+    def asked(self) -> tuple[str, ...]:
+        """The keys that ask for something to be looked at."""
+        return tuple(name for name in ("check_cache", "prompts", "bleu") if getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -278,6 +186,7 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    watch: WatchConfig = field(default_factory=WatchConfig)
     compress: CompressConfig = field(default_factory=CompressConfig)
     lora: LoraConfig | None = None
 
@@ -288,6 +197,10 @@ class RunConfig:
         if "init" in self.model and others:
             raise ConfigError(
                 f"model.{others[0]}: the model is {init}, as it is", "leave it out, or leave model.init out"
+            )
+        if self.objective.kind == "compress" and self.watch.asked:
+            raise ConfigError(
+                f"watch.{self.watch.asked[0]}: looks at a model, and a compressor is trained", "leave it out"
             )
         if self.lora is not None and init is None:
             raise ConfigError("[lora]: adapters stand beside a trained model", "name its checkpoint: --init MODEL")
@@ -313,6 +226,7 @@ class RunConfig:
             from_dict(ObjectiveConfig, content.get("objective", {}), "objective"),
             from_dict(OptimConfig, content.get("optim", {}), "optim"),
             from_dict(TrainConfig, content.get("train", {}), "train"),
+            from_dict(WatchConfig, content.get("watch", {}), "watch"),
             from_dict(CompressConfig, content.get("compress", {}), "compress"),
             from_dict(LoraConfig, content["lora"], "lora") if "lora" in content else None,
         )
@@ -419,11 +333,6 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def _reach(table: dict[str, Any], key: str, least: int, what: str, where: str = "") -> None:
     if table.setdefault(key, least) < least:
         raise ConfigError(f"model.{where}{key}: {table[key]} is below {least}, {what}")
-
-
-def _check(holds: bool, where: str, value: object, must: str) -> None:
-    if not holds:
-        raise ConfigError(f"{where}: must be {must}, found {value}")
 
 
 def _check_precision(precision: str, device: str) -> None:

@@ -43,7 +43,7 @@ from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
 from kvad.train.peers import ALONE, Peers
-from kvad.train.refusals import check_machine, check_out, check_run, holds_run, nothing_left
+from kvad.train.refusals import check_machine, check_out, check_run, check_watched, holds_run, nothing_left
 from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.saver import Moment, Saver
 from kvad.train.schedules import paced_by
@@ -108,6 +108,7 @@ def train(
     earlier = holds_run(out, overwrite)
     check_machine(config.train)
     peers.check(config.train)
+    check_watched(config.watch, callbacks)
     callbacks = callbacks if peers.leads else ()
     config = absolute(config)
     start = start_of(config)
@@ -161,6 +162,7 @@ def resume(
     state = read_training(locate(out))
     assert state is not None, "stored_run has looked"
     peers.check(config.train)
+    check_watched(config.watch, callbacks)
     peers.check_resumed(state.state.get("ranks", 1))
     callbacks = callbacks if peers.leads else ()
     begun, start = state.state.get("init"), None
@@ -244,9 +246,9 @@ class _Run:
             torch.manual_seed(train.seed + self.peers.rank)  # of the weights it was the seed itself
         metrics = MetricsFile(self.out / METRICS, train.log_every)
         heard: list[Callback] = [metrics, *eventful(self.out, train), *callbacks] if leads else []
+        self._introduce(heard)
         if leads:
             write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
-        self._introduce(heard)
         sample = self.material.sampler(self.model, self.tokenizer) if leads else None
         precision = resolve_precision(train.precision, train.device)
         objective = make_objective(self.config, self.model, Autocast(precision, train.device))

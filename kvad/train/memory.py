@@ -25,6 +25,8 @@ counted, so that no run is refused that would have fitted.  P parameters; rows o
                              of it: their inputs are kept only where an adapter reads them
     logits       8 min(T V, max(LOGITS, V))    logits, and their log-probabilities in the place of both gradients;
                              V: the labels where the head has classes, T: the hidden tokens of objective masked
+    watch        4 P         a copy of the weights at evaluations, where [watch] asks for one; less activations and
+                             logits, which no step holds then
 
 A test counts what autograd really keeps.  Only the CPU's memory is asked for: another device answers for itself.
 No torch, and nothing of ``kvad.cache``: how much memory there is is handed in.
@@ -92,6 +94,7 @@ def training_parts(
         "rows": row * tokens * run.train.accumulate,
         "activations": activations,
         "logits": logits,
+        "watch": max(0, 4 * parameters - activations - logits) if run.watch.asked else 0,
     }
 
 

@@ -10,12 +10,13 @@ import torch
 
 from kvad.checkpoint.folder import locate, steps_of
 from kvad.errors import CheckpointError, ConfigError, UsageError
-from kvad.train.config import TrainConfig
+from kvad.train.config import TrainConfig, WatchConfig
 from kvad.train.events import require as require_events
 from kvad.train.material import Named
 from kvad.train.pairs import PairPaths
+from kvad.train.reports import Callback
 
-__all__ = ["check_machine", "check_out", "check_run", "holds_run", "nothing_left"]
+__all__ = ["check_machine", "check_out", "check_run", "check_watched", "holds_run", "nothing_left"]
 
 TEXTS = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a corpus would take for text
 
@@ -55,6 +56,15 @@ def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
                 f"{out} lies inside the corpus {folder}: a later run would read this one's files as text",
                 "choose another --out, or say which files are text with --suffix",
             )
+
+
+def check_watched(watch: WatchConfig, callbacks: Sequence[Callback]) -> None:
+    """UsageError for what [watch] asks and no listener answers: training itself runs no engine."""
+    left = [key for key in watch.asked if key not in {callback.watches for callback in callbacks}]
+    if left:
+        raise UsageError(
+            f"watch.{left[0]}: no listener answers it", "callbacks=kvad.lab.callbacks.watchers(config.watch)"
+        )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 if TYPE_CHECKING:
     from kvad.checkpoint.generation import Generation
@@ -144,7 +144,12 @@ class Outcome:
 
 
 class Callback:
-    """Override what you want to hear.  Called in the training thread; what a method takes counts as training time."""
+    """Override what you want to hear.  Called in the training thread; what a method takes counts as training time.
+
+    ``watches``: the key of [watch] that it answers, if it does.
+    """
+
+    watches: ClassVar[str | None] = None
 
     def on_stage(self, text: str) -> None:
         """Before training: one line about what is being prepared."""

@@ -1,14 +1,19 @@
 """What is looked at while a model trains: it changes nothing, and it sees a cache that is broken."""
 
+import dataclasses
+import re
+import shutil
+
 import pytest
 import torch
 
 from kvad.cache.memory import Memory
 from kvad.checkpoint.native import load
 from kvad.cli.main import main
-from kvad.errors import UsageError
-from kvad.lab.callbacks import CheckCache, Continue, Translate
-from kvad.train.job import train
+from kvad.errors import ConfigError, RequestError, UsageError
+from kvad.lab.callbacks import CheckCache, Continue, Translate, watchers
+from kvad.train.config import RunConfig, WatchConfig
+from kvad.train.job import stored_run, train
 from kvad.train.metrics import read_metrics
 from tests.train.conftest import corpus, run_config  # noqa: F401  fixtures
 
@@ -76,7 +81,57 @@ def test_a_broken_cache_is_seen(corpus, run_config, tmp_path, monkeypatch):  # n
 
 
 def test_what_says_nothing_of_a_run_is_refused(corpus, run_config, tmp_path, capsys):  # noqa: F811
-    with pytest.raises(UsageError, match="--bleu: only what is trained on pairs"):
+    with pytest.raises(UsageError, match=r"--bleu.*: only what is trained on pairs"):
         train(run_config(), [corpus], tmp_path / "run", callbacks=[Translate(3)])
+    assert not (tmp_path / "run" / "run.toml").exists()
     code = main(["train", str(corpus), "--objective", "compress", "--check-cache", "--out", str(tmp_path / "c")])
     assert code == 2 and "a compressor is trained" in capsys.readouterr().err
+    for name, model, watcher, words in (
+        ("encoder", {"preset": "encoder-tiny"}, Continue(["1 is"]), "an encoder continues no text"),
+        ("long", {}, Continue(["1 is less than 2 " * 20]), "and the model's limit is"),
+    ):
+        with pytest.raises((UsageError, RequestError), match=words):
+            train(run_config(model=model), [corpus], tmp_path / name, callbacks=[watcher])
+        assert not (tmp_path / name / "checkpoints").exists(), "refused before the first step"
+
+
+def test_a_run_file_says_what_is_watched_and_resuming_goes_on_with_it(corpus, tmp_path, capsys):  # noqa: F811
+    out, small = tmp_path / "run", ("--preset", "tiny", "--tokenizer", "char", "--context", 16, "--batch", 2)
+    words = ["train", corpus, "--out", out, *small, "--steps", 4, "--eval-every", 2, "--save-every", 2]
+    words += ["--prompt", "1 is", "--prompt", "2 is", "--check-cache", "--set", "watch.prompt_tokens=2"]
+    assert main([str(word) for word in words]) == 0
+    wanted = WatchConfig(check_cache=True, prompts=("1 is", "2 is"), prompt_tokens=2)
+    assert RunConfig.load(out / "run.toml").watch == wanted == stored_run(out)[0].watch
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
+    assert main(["train", "--resume", "--out", str(out)]) == 0  # as it was
+    assert (
+        [line["step"] for line in lines(out, "samples")] == [2, 4] == [line["step"] for line in lines(out, "measured")]
+    )
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
+    more = ("--set", 'watch.prompts=["3 is"]', "--set", "watch.check_cache=false")
+    assert main(["train", "--resume", "--out", str(out), *more]) == 0  # and otherwise, which changes no number
+    assert [sample["source"] for sample in lines(out, "samples")[-1]["samples"]] == ["3 is"]
+    assert [line["step"] for line in lines(out, "measured")] == [2]
+    capsys.readouterr()
+
+
+def test_what_a_run_file_asks_is_not_ignored_by_who_trains_without_the_engine(corpus, run_config, tmp_path):  # noqa: F811
+    config = dataclasses.replace(run_config(), watch=WatchConfig(prompts=("1 is",), bleu=3))
+    with pytest.raises(UsageError, match=r"watch\.bleu: no listener answers it"):
+        train(config, [corpus], tmp_path / "run", callbacks=[Continue(["1 is"])])
+    assert [type(each) for each in watchers(config.watch)] == [Continue, Translate]
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"prompt_tokens": 3}, "watch.prompt_tokens: means nothing without watch.prompts"),
+        ({"prompts": [""]}, "watch.prompts: must be texts that are not empty"),
+        ({"bleu": 0}, "watch.bleu: must be at least 1"),
+        ({"prompt": ["a"]}, "unknown key watch.prompt"),
+        ({"prompts": ["a"], "temperature": -1}, "watch.temperature: must be 0 or more"),
+    ],
+)
+def test_a_watch_that_cannot_be_is_refused(table, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        RunConfig.from_dict({"watch": table})

@@ -301,7 +301,9 @@ def test_every_key_that_matters_is_said_by_name():
     content = RunConfig.from_dict({"model": {"init": "base"}, "lora": {}, "data": {}}).to_dict()
     keys = [key for key, _ in leaves(content) if not key.startswith("model.")]
     tables = {key.partition(".")[0] for key in keys}
-    assert tables == {"data", "tokenizer", "objective", "optim", "train", "compress", "lora"} and len(keys) > 60
+    assert (
+        tables == {"data", "tokenizer", "objective", "optim", "train", "watch", "compress", "lora"} and len(keys) > 60
+    )
     for key in keys:
         found = differences(content, changed(content, key))
         assert ([line.partition(":")[0] for line in found] == [key]) != (key in FREE), (key, found)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvad.checkpoint.hf import Fields
+from kvad.checkpoint.native import save
 from kvad.checkpoint.theirs import choose_family
 from kvad.config import ModelConfig, override
 from kvad.errors import ConfigError
@@ -20,7 +21,7 @@ from kvad.train.config import RunConfig, TrainConfig
 from kvad.train.speed import prepare
 from models import build, model_config, pair_config
 
-EVERY = {"embedding": 0.1, "residual": 0.2, "attention": 0.3, "hidden": 0.25}
+EVERY = {"embedding": 0.1, "residual": 0.2, "attention": 0.3, "hidden": 0.25, "output": 0.15}
 
 
 def with_dropout(config, **shares):
@@ -111,7 +112,7 @@ def test_nothing_is_dropped_twice_and_none_is_lost():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "dropout", counting)
         model(packed(model.config), Fresh(model.config, kernel="reference"))
-    assert counts == [0.1, *([0.3, 0.2, 0.25, 0.2] * 2)]
+    assert counts == [0.1, *([0.3, 0.2, 0.25, 0.2] * 2), 0.15]
 
 
 def test_the_fused_kernel_is_told():
@@ -133,20 +134,30 @@ def test_the_fused_kernel_is_told():
         ("bert", {"embedding": 0.1, "residual": 0.1, "attention": 0.3}, {"hidden_dropout_prob": 0.1}),
         ("marian", {"embedding": 0.1, "residual": 0.1, "attention": 0.3, "hidden": 0.4}, {"activation_dropout": 0.4}),
         ("llama", {"attention": 0.3}, {"attention_dropout": 0.3}),
+        ("t5", dict.fromkeys(EVERY, 0.2), {"dropout_rate": 0.2}),
     ],
 )
 def test_a_family_carries_what_it_has_a_name_for(family, shares, fields):
     from kvad.checkpoint.families import find
-    from kvad.train.presets import PRESETS
 
-    known = {"gpt2": GPT2, "bert": BERT, "marian": PRESETS["marian-tiny"](64, 32), "llama": PRESETS["tiny"](64, 32)}
-    config = with_dropout(known[family], **shares)
+    config = with_dropout(written()[family], **shares)
     content = choose_family(config, family).content
     assert {name: content[name] for name in fields} == fields
     assert find(family).read(Fields(content, "config.json")).dropout == config.dropout
     said = with_dropout(config, **{**shares, "embedding": 0.45, "hidden": 0.15})
     with pytest.raises(Exception, match=r"dropout\.\w+ is 0\.\d+, would become"):
         choose_family(said, family)
+
+
+def written():
+    """A small model of each family."""
+    from kvad.train.presets import PRESETS
+
+    known = {
+        name: PRESETS[preset](64, 32)
+        for name, preset in (("marian", "marian-tiny"), ("llama", "tiny"), ("t5", "t5-tiny"))
+    }
+    return {"gpt2": GPT2, "bert": BERT, **known}
 
 
 GPT2 = ModelConfig.from_dict(
@@ -195,6 +206,44 @@ BERT = ModelConfig.from_dict(
         },
     }
 )
+
+
+FAMILIES = {
+    "gpt2": {"embedding": 0.1, "residual": 0.2, "attention": 0.3},
+    "bert": {"embedding": 0.2, "residual": 0.2, "attention": 0.3},
+    "marian": {"embedding": 0.2, "residual": 0.2, "attention": 0.3, "hidden": 0.4},
+    "llama": {"attention": 0.3},
+    "t5": dict.fromkeys(EVERY, 0.2),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_dropped_is_dropped_where_transformers_drops_it(family, tmp_path, monkeypatch):
+    """Dropout that multiplies by known numbers instead, another one for every share and column: both models say the
+    same with it, float64, each from the weights and shares that kvad wrote."""
+    transformers = pytest.importorskip("transformers")
+
+    def known(x, p=0.5, training=True, inplace=False):
+        columns = torch.arange(1, x.shape[-1] + 1, dtype=x.dtype)
+        return x * (1 + p * torch.cos(columns)) if training and p else x
+
+    config = with_dropout(written()[family], **FAMILIES[family])
+    model = build(config).train()
+    layout = choose_family(config, family)
+    save(tmp_path / "m", config, model.state_dict(), None, layout=layout)
+    there = json.loads((tmp_path / "m" / "config.json").read_text())["architectures"][0]
+    theirs = getattr(transformers, there).from_pretrained(tmp_path / "m", attn_implementation="eager").double().train()
+    monkeypatch.setattr(torch.nn.functional, "dropout", known)
+    tokens = torch.arange(3, 12) % 64
+    step = Step(tokens, torch.arange(9), (Lane(1, 9, 9),), torch.arange(9))
+    step = step if config.source is None else step._replace(source=step)
+    model.kernel = "reference"  # which drops by that function, as theirs does
+    hidden = model.double()(step, Fresh(config, kernel=model.kernel))
+    asked = {"input_ids": tokens[None]} | ({} if config.source is None else {"decoder_input_ids": tokens[None]})
+    wanted = theirs(**asked).logits[0]
+    assert (model.logits(hidden, step.wanted) - wanted).abs().max() < 1e-5 * wanted.abs().max()  # they norm in float32
+    plain = theirs.eval()(**asked).logits[0]
+    assert (plain - wanted).abs().max() > 1e-3, "it is seen at all"
 
 
 def test_a_share_that_cannot_be_is_refused():

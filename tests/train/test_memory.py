@@ -11,7 +11,7 @@ from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.ops import entropy
 from kvad.step import Lane, Step
-from kvad.train.config import RunConfig
+from kvad.train.config import RunConfig, WatchConfig
 from kvad.train.memory import LOGITS, outgrown, require, state_bytes, training_bytes, training_parts, within
 from kvad.train.objective import Autocast
 from kvad.train.optim import Optimization
@@ -231,3 +231,15 @@ def test_every_way_of_running_out_is_seen(kind):
 def test_another_error_stays_what_it_is():
     with pytest.raises(RuntimeError, match="a shape"), within(lambda: MemoryPlanError("")):
         raise RuntimeError("a shape is wrong")
+
+
+def test_a_copy_that_is_looked_at_counts_where_it_is_more_than_a_step_holds():
+    """Of evaluations: the activations of a step are gone by then."""
+    model, count = next(iter(CONFIGS.values())), 10_000_000
+    for rows, more in ((1, True), (4_000, False)):
+        run = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, batch=rows))
+        seen = dataclasses.replace(run, watch=WatchConfig(prompts=("a",)))
+        parts, plain = (training_parts(model, each, count, rows) for each in (seen, run))
+        step = plain["activations"] + plain["logits"]
+        assert plain["watch"] == 0 and parts["watch"] == max(0, 4 * count - step) and (parts["watch"] > 0) is more
+        assert {**parts, "watch": 0} == plain

@@ -10,7 +10,8 @@ decides, and without it ``tie_word_embeddings``, but for mT5 only in files of tr
 version that wrote it had it, and Google's UMT5 as it was trained: with the logits of 4.57.
 
 T5 has no longest row: ``n_positions``, which older files have (512: as long as its training's rows), is taken as the
-limit of source and target alike.  An mT5 is written as the T5 v1.1 that it is.
+limit of source and target alike.  An mT5 is written as the T5 v1.1 that it is.  ``dropout_rate`` is one share for all
+places, what leaves a stack among them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from kvad.checkpoint.families.common import ACTIVATIONS, cannot_express, one_kind, their_activation
+from kvad.checkpoint.families.common import (
+    ACTIVATIONS,
+    cannot_express,
+    dropout_fields,
+    dropout_of,
+    one_kind,
+    their_activation,
+)
 from kvad.checkpoint.hf import Family, Fields, Rule, rule, rules_under
 from kvad.config import (
     Attention,
@@ -41,6 +49,7 @@ from kvad.errors import CheckpointError
 __all__ = ["FAMILY"]
 
 _ATTENTION = {"q": "q", "k": "k", "v": "v", "out": "o"}
+_DROPOUT = dict.fromkeys(("embedding", "residual", "attention", "hidden", "output"), "dropout_rate")
 _GATED = {"relu": "gated-relu", "gelu_tanh": "gated-gelu", "silu": "gated-silu"}
 
 
@@ -58,6 +67,7 @@ def read(fields: Fields) -> ModelConfig:
         "vocab": fields.integer("vocab_size"),
         "limit": limit,
         "encoder": Stack(layers, {"L": encoder}),
+        "dropout": dropout_of(fields, **_DROPOUT),
     }
     if _encoder_only(fields):
         return ModelConfig(**known, head=Pooled())
@@ -147,6 +157,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
         "relative_attention_max_distance": position.max_distance,
         "layer_norm_epsilon": layer.norm.eps,
         **_mlp_fields(layer.mlp.activation, gated),
+        **dropout_fields(config, **_DROPOUT),
     }
     if config.decoder is not None and isinstance(config.head, Head):
         scaled = config.head.scale != 1.0
