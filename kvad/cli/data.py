@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from kvad.train.check import Report
     from kvad.train.config import RunConfig
     from kvad.train.material import Material, Named
+    from kvad.train.progress import Meter
 
 __all__ = ["data"]
 
@@ -28,7 +30,6 @@ FORMATS = ("auto", "text", "lines", "jsonl", "pairs")
 OBJECTIVES = ("next-token", "seq2seq", "masked", "spans", "tag", "classify", "chat")
 EXAMPLES = ("tag", "classify", "chat")
 TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
-SECONDS_BETWEEN_LINES = 10.0
 
 pairs_option = click.option(
     "--pairs", multiple=True, type=TWO_PATHS, metavar="SOURCE TARGET", help="Two files; line n of one answers line n."
@@ -113,8 +114,8 @@ def prepare(
     opened = None if start is None else start.opened
     material = Material(config, named, lambda text: click.echo(text, err=True), start=opened)
     corpus = material.only()
-    began, meter = time.monotonic(), _Meter()
-    with meter:
+    began = time.monotonic()
+    with _metered() as meter:
         made = material.make_tokenizer() if start is None else start.tokenizer
         manifest = write(
             config, corpus, made, out, overwrite=overwrite, progress=meter, tell=lambda t: click.echo(t, err=True)
@@ -232,32 +233,17 @@ def _say(report: Report, wrong: Sequence[str]) -> None:
         click.echo("ok")
 
 
-class _Meter:
+@contextmanager
+def _metered() -> Iterator[Meter]:
     """Characters and tokens so far: one live line in a terminal, else a line every ten seconds."""
+    from kvad.train.progress import Meter
 
-    def __init__(self) -> None:
-        self._console = console()
-        self._status = self._console.status("reading") if self._console.is_terminal else None
-        self._began = self._told = time.monotonic()
-
-    def __enter__(self) -> None:
-        if self._status is not None:
-            self._status.start()
-
-    def __exit__(self, *_error: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def __call__(self, chars: int, tokens: int) -> None:
-        now = time.monotonic()
-        said = (
-            f"{chars / 1e6:,.1f} M characters, {tokens:,} tokens, {tokens / max(now - self._began, 1e-9):,.0f} a second"
-        )
-        if self._status is not None:
-            self._status.update(said)
-        elif now - self._told >= SECONDS_BETWEEN_LINES:
-            self._told = now
-            click.echo(said, err=True)
+    there = console()
+    if not there.is_terminal:
+        yield Meter(lambda text: click.echo(text, err=True))
+        return
+    with there.status("reading") as status:
+        yield Meter(status.update, every=0.0)
 
 
 def _config(

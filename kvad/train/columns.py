@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvad.text.base import Tokenizer
+from kvad.train.corpus import Progress
 
 __all__ = ["ColumnFiles", "Columned", "Encoded", "column_files", "column_sizes", "write_columns"]
 
@@ -32,7 +33,7 @@ class Columned(Protocol):
     @property
     def columns(self) -> Mapping[str, str]: ...
 
-    def encoded(self, tokenizer: Tokenizer) -> Iterator[Encoded]:
+    def encoded(self, tokenizer: Tokenizer, progress: Progress) -> Iterator[Encoded]:
         """Every text, as the model is to read it."""
         ...
 

@@ -18,9 +18,10 @@ from kvad.errors import DataError, counted
 from kvad.text.base import Tokenizer
 from kvad.train.readers import FORMATS, Piece, Reading, bare_suffix, blocks_of, format_of, opened
 
-__all__ = ["PROBE_BYTES", "Corpus", "Framer", "Source", "open_corpus", "read_text"]
+__all__ = ["PROBE_BYTES", "Corpus", "Framer", "Progress", "Source", "open_corpus", "read_text"]
 
 Framer = Callable[[int, list[int]], list[int]]  # (number of a text, its ids) -> the ids with what stands around them
+Progress = Callable[[int, int], None]  # (characters read, tokens made of them), in all
 
 PROBE_BYTES = 8192  # a zero byte among the first ones: not text
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from kvad.errors import DataError, UsageError, counted
 from kvad.text.base import Tokenizer
 from kvad.train.columns import Encoded
-from kvad.train.corpus import Framer, Source
+from kvad.train.corpus import Framer, Progress, Source
 from kvad.train.pairs import PairPaths, look
 from kvad.train.readers import Piece
 
@@ -88,10 +88,14 @@ class ExampleCorpus(ABC, Generic[T]):
     def pieces(self) -> Iterator[Piece]:
         return map(Piece, self.texts())
 
-    def encoded(self, tokenizer: Tokenizer) -> Iterator[Encoded]:
-        every = self.examples()
+    def encoded(self, tokenizer: Tokenizer, progress: Progress = lambda chars, tokens: None) -> Iterator[Encoded]:
+        every, chars, tokens = self.examples(), 0, 0
         while many := list(islice(every, TOGETHER)):
-            yield from self.encoded_many(tokenizer, many)
+            for text in self.encoded_many(tokenizer, many):
+                tokens += len(text[0])
+                yield text
+            chars += sum(len(text) for _, example in many for text in self.texts_of(example.content))
+            progress(chars, tokens)
 
     def framer(self, tokenizer: Tokenizer) -> Framer:
         """Texts stand in the tokenizer's frame, as the model will read them."""

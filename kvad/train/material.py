@@ -28,6 +28,7 @@ from kvad.train.objectives import fitting, headed
 from kvad.train.pair_data import PairData
 from kvad.train.pairs import PairCorpus, PairPaths, framed_by, generation_of, open_pairs
 from kvad.train.prepared import Prepared, asked_for, is_prepared
+from kvad.train.progress import Meter
 from kvad.train.reports import Sample
 from kvad.train.rows import texts_of
 from kvad.train.samples import greedy
@@ -197,17 +198,19 @@ class Material:
             prepared.check(tokenizer, "the run's tokenizer is")
         self.fingerprint, self._vocab = self.key(tokenizer), tokenizer.vocab_size
         self._tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
-        pad = tokenizer.specials.pad or 0
+        pad, meter = tokenizer.specials.pad or 0, Meter(self._tell)
         note = ""
         if self._config.data.order == "stream":
             units = [units_of_texts(texts, tokenizer) for group in self._groups for texts in group if _is_raw(texts)]
             self.data = self._sequential(units, pad, "tokens: made while the texts are read, none on the disk")
         elif self._alone is not None:
-            note = self._open_fed(folder, self._alone, tokenizer)
+            note = self._open_fed(folder, self._alone, tokenizer, meter)
         elif len(self._all) == 1 and not self._prepared:
             (texts,) = self._all
             assert not isinstance(texts, Prepared)
-            _, found = open_store(folder, texts, tokenizer, accept=lambda store: self._read([store], pad))
+            _, found = open_store(
+                folder, texts, tokenizer, accept=lambda store: self._read([store], pad), progress=meter
+            )
             note = ", found on disk" if found else ""
         else:
             stores = []
@@ -215,13 +218,17 @@ class Material:
                 if isinstance(texts, Prepared):
                     stores.append(texts.store)
                 else:
-                    stores.append(open_store(self._folder(folder, number), texts, tokenizer)[0])
+                    stores.append(
+                        open_store(self._folder(folder, number), texts, tokenizer, progress=Meter(self._tell))[0]
+                    )
             self._read(stores, pad)
         first, *more = self.data.told()
         for line in (first + note, *more):
             self._tell(line)
 
-    def _open_fed(self, folder: Path, texts: FramedCorpus | ExampleCorpus[Any] | Prepared, tokenizer: Tokenizer) -> str:
+    def _open_fed(
+        self, folder: Path, texts: FramedCorpus | ExampleCorpus[Any] | Prepared, tokenizer: Tokenizer, meter: Meter
+    ) -> str:
         held, noun = (0, "") if isinstance(texts, FramedCorpus) else (texts.num_held, texts.noun)
 
         def read(store: TokenStore) -> None:
@@ -230,7 +237,7 @@ class Material:
         if isinstance(texts, Prepared):
             read(texts.store)
             return ""
-        return ", found on disk" if open_store(folder, texts, tokenizer, accept=read)[1] else ""
+        return ", found on disk" if open_store(folder, texts, tokenizer, accept=read, progress=meter)[1] else ""
 
     def whence(self, numbers: range) -> str:
         """The texts of these rows of the run, and their files where every file is one: "document 3 (b.txt)"; "" of

@@ -26,11 +26,11 @@ from kvad.text.tokenizer import Tokenizer, load_tokenizer
 from kvad.train.chats import ChatCorpus
 from kvad.train.columns import column_sizes
 from kvad.train.config import DataConfig, RunConfig, TokenizerConfig
-from kvad.train.corpus import Corpus
+from kvad.train.corpus import Corpus, Progress
 from kvad.train.examples import ExampleCorpus
 from kvad.train.feeds import FramedCorpus
 from kvad.train.pairs import PairCorpus
-from kvad.train.store import MANIFEST, OFFSETS, Progress, TokenStore, fill_store
+from kvad.train.store import MANIFEST, OFFSETS, TokenStore, fill_store
 
 __all__ = ["Prepared", "asked_for", "check_free", "is_prepared", "prepare"]
 

@@ -1,10 +1,16 @@
 """Training as plain lines, where stderr is not a terminal (``board.py`` is for those):
 
 step 1,240/2,000  loss 1.713  val 1.902  lr 4.1e-04  norm 0.83  23,400 tokens/s  0:31 left
+
+And before it, texts that become tokens:
+
+12.6 M characters, 3,271,044 tokens, 402,188 a second
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvad.errors import counted
@@ -22,7 +28,7 @@ from kvad.train.reports import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["PlainProgress", "clock"]
+__all__ = ["Meter", "PlainProgress", "clock"]
 
 SECONDS_BETWEEN_LINES = 10.0
 
@@ -96,6 +102,21 @@ class PlainProgress(Callback):
 
     def _print(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Meter:
+    """Tells of characters and tokens so far (a ``corpus.Progress``), when ``every`` so many seconds have passed."""
+
+    def __init__(self, tell: Callable[[str], object], every: float = SECONDS_BETWEEN_LINES) -> None:
+        self._tell, self._every = tell, every
+        self._began = self._told = time.monotonic()
+
+    def __call__(self, chars: int, tokens: int) -> None:
+        now = time.monotonic()
+        if now - self._told >= self._every:
+            self._told = now
+            speed = tokens / max(now - self._began, 1e-9)
+            self._tell(f"{chars / 1e6:,.1f} M characters, {tokens:,} tokens, {speed:,.0f} a second")
 
 
 def clock(seconds: float) -> str:

@@ -30,14 +30,13 @@ import numpy.typing as npt
 from kvad.checkpoint.atomic import new_folder
 from kvad.text.base import Tokenizer
 from kvad.train.columns import Columned, ColumnFiles, column_files, write_columns
-from kvad.train.corpus import Framer, Source
+from kvad.train.corpus import Framer, Progress, Source
 from kvad.train.readers import Piece
 
 __all__ = [
     "MANIFEST",
     "OFFSETS",
     "Encoded",
-    "Progress",
     "Texts",
     "TokenStore",
     "changed_sources",
@@ -54,7 +53,6 @@ SHARD_TOKENS = 1 << 27
 BATCH_CHARS = 1 << 22  # documents encoded together
 
 Ints = npt.NDArray[np.int64]
-Progress = Callable[[int, int], None]  # (characters read, tokens written)
 
 
 class Texts(Protocol):
@@ -174,7 +172,7 @@ def fill_store(
     """Write the corpus as tokens into an empty folder; -> its manifest, with ``more`` in it."""
     columns = dict(corpus.columns) if isinstance(corpus, Columned) else {}
     if isinstance(corpus, Columned):
-        texts = enumerate(write_columns(folder, columns, corpus.encoded(tokenizer)))
+        texts = enumerate(write_columns(folder, columns, corpus.encoded(tokenizer, progress)))
         pieces: Iterator[Encoded] = (Encoded(number, ids, True, True) for number, ids in texts)
     else:
         pieces = encoded(corpus, tokenizer, progress)

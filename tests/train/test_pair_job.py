@@ -253,6 +253,42 @@ def test_the_command_takes_parallel_files_and_validation_in_both_forms(tmp_path,
         assert code == 2 and says in stderr and not stdout and "Traceback" not in stderr, stderr
 
 
+def test_the_translator_takes_an_adapter(reversals, tmp_path, pair_config, capsys):
+    """What its base says with it is what the two merged say, and its run alone; another's is refused."""
+    base, other = (
+        train(pair_config(steps=2, seed=seed), [reversals], tmp_path / f"base{seed}").checkpoint for seed in (0, 1)
+    )
+    content = pair_config(steps=40, lr=2e-2).to_dict()
+    content |= {"model": {"init": str(base)}, "tokenizer": {}, "lora": {"rank": 4, "targets": "all"}}
+    beside = RunConfig.from_dict(content)
+    adapter = train(beside, [reversals], tmp_path / "adapter").checkpoint
+    assert kvad(capsys, "merge", base, adapter, "--out", tmp_path / "merged")[0] == 0
+    (tmp_path / "lines").write_text("abc\n\nda\ncbba\n")
+    asked = [tmp_path / "lines", "--max-tokens", 6, "--beams", 2, "--json"]
+    said = {}
+    for name, model in {
+        "base": [base],
+        "both": [base, "--adapter", adapter],
+        "run": [base, "--adapter", tmp_path / "adapter"],
+        "alone": [adapter],
+        "merged": [tmp_path / "merged"],
+    }.items():
+        code, stdout, stderr = kvad(capsys, "translate", model[0], *asked, *model[1:])
+        assert code == 0, stderr
+        lines = [json.loads(line) for line in stdout.splitlines()]
+        said[name] = [(line["text"], line["score"]) for line in lines]
+    assert len(said["base"]) == 4 and said["both"] == said["run"] == said["alone"] == said["merged"]
+    assert all(one[0] != two[0] for one, two in zip(said["base"], said["both"], strict=True) if one[1] is not None)
+    for model, named, why in (
+        (other, adapter, "this adapter was trained on another model than"),
+        (base, other, "is not an adapter: it is a whole model"),
+        (base, tmp_path / "none", "is not an adapter: no such folder"),
+    ):
+        code, stdout, stderr = kvad(capsys, "translate", model, *asked, "--adapter", named)
+        line, hint = stderr.splitlines()
+        assert (code, stdout) == (2, "") and why in line and hint.startswith("kvad: hint: "), stderr
+
+
 def test_help_shows_pairs(capsys):
     code, stdout, _ = kvad(capsys, "train", "--help")
     assert code == 0 and "--pairs SOURCE TARGET" in stdout and "kvad train --pairs train.de train.en" in stdout

@@ -1,12 +1,18 @@
 """What is not plain text, prepared: tags, labels, conversations, hidden tokens and spans; and checked for leaks."""
 
+import io
 import json
+import re
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from kvad.checkpoint.folder import entry_of
 from kvad.step import Reach
 from kvad.text.tokenizer import load_tokenizer
+from kvad.train import examples, progress, store
 from train.test_cli import kvad
 from train.test_every_objective import PRESET, SMALL, TOPOLOGY, files  # noqa: F401  (a fixture)
 from train.test_job import hashes
@@ -115,6 +121,52 @@ def test_a_prepared_conversation_keeps_its_template(files, tmp_path):  # noqa: F
     assert kvad("train", run, tmp_path / "data", "--out", tmp_path / "run")[0] == 0
     (step,) = (tmp_path / "run/checkpoints").iterdir()
     assert (step / "chat_template.jinja").read_text() == (tmp_path / "own.jinja").read_text()
+
+
+# ---------------------------------------------------------------- progress
+
+
+@pytest.fixture
+def in_batches(monkeypatch):
+    """Texts are encoded a few at a time, and every batch takes four seconds."""
+    seconds = count(0, 4)
+    monkeypatch.setattr(examples, "TOGETHER", 5)
+    monkeypatch.setattr(store, "BATCH_CHARS", 100)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+
+TOLD = [*(("prepare", kind) for kind in ("next-token", "seq2seq", *FED)), ("train", "next-token"), ("train", "tag")]
+
+
+@pytest.mark.parametrize(("command", "kind"), TOLD)
+def test_texts_that_become_tokens_say_how_far_they_are(command, kind, files, tmp_path, in_batches):  # noqa: F811
+    """A line when ten seconds have passed, here at every third batch, whatever the texts are for."""
+    run = run_file(kind, tmp_path, **({"documents": "lines"} if kind == "next-token" else {}))
+    words = ["train"] if command == "train" else ["data", "prepare"]
+    code, _, err = kvad(*words, run, files / kind, "--out", tmp_path / "out")
+    assert code == 0, err
+    found = re.findall(r"^0\.0 M characters, ([\d,]+) tokens, ([\d,]+) a second$", err, re.MULTILINE)
+    lines = [tuple(int(number.replace(",", "")) for number in line) for line in found]
+    assert len(lines) >= 3, err
+    assert [speed for _, speed in lines] == [round(tokens / (12 * n)) for n, (tokens, _) in enumerate(lines, 1)]
+    tokens = [tokens for tokens, _ in lines]
+    whole = json.loads((tmp_path / "out" / ("data" if command == "train" else "") / "manifest.json").read_text())[
+        "tokens"
+    ]
+    assert tokens == sorted(set(tokens)) and whole / 2 < tokens[-1] <= whole
+
+
+@pytest.mark.parametrize("kind", ["tag", "classify", "chat"])
+def test_the_last_word_of_examples_is_all_of_them(kind, files, tmp_path, in_batches, monkeypatch):  # noqa: F811
+    """In a terminal it is one live line."""
+    shown, told = io.StringIO(), []
+    monkeypatch.setattr("kvad.cli.data.console", lambda: Console(file=shown, force_terminal=True, width=120))
+    monkeypatch.setattr("rich.status.Status.update", lambda _, text: told.append(text))
+    code, _, err = kvad("data", "prepare", run_file(kind, tmp_path), files / kind, "--out", tmp_path / "out")
+    assert code == 0 and "a second" not in err, err
+    assert len(told) in (12, 13) and "reading" in shown.getvalue(), "60 texts, or 61, five at a time"
+    whole = json.loads((tmp_path / "out/manifest.json").read_text())["tokens"]
+    assert f" {whole:,} tokens, " in told[-1]
 
 
 # ---------------------------------------------------------------- check

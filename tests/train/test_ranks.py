@@ -1,10 +1,14 @@
 """Two processes that train one model: its numbers are those of one process, and it goes on to the bit."""
 
 import json
+import math
 import multiprocessing
 import os
 import signal
 import socket
+import time
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,7 +22,7 @@ from kvad.train.config import RunConfig, TrainConfig
 from kvad.train.job import resume, train
 from kvad.train.material import Material, named_for
 from kvad.train.metrics import read_metrics
-from kvad.train.objective import Autocast
+from kvad.train.objective import Autocast, Measured
 from kvad.train.objectives import fitting, make_objective
 from kvad.train.optim import Optimization
 from kvad.train.peers import Peers, peers_of
@@ -57,8 +61,8 @@ def both(work, *given):
                 rank.kill()
 
 
-def configured(kind, *, accumulate=4, dropout=None, **more):
-    """A tiny run whose rows are of unequal lengths."""
+def configured(kind, *, accumulate=4, dropout=None, optim=None, **more):
+    """A tiny run whose rows are of unequal lengths; ``more`` of its table [train]."""
     pairs = kind == "seq2seq"
     content = {
         "model": {
@@ -67,6 +71,7 @@ def configured(kind, *, accumulate=4, dropout=None, **more):
         },
         "data": {"context": 24, **({} if pairs else {"documents": "lines", "packing": "first-fit"})},
         "tokenizer": {"kind": "byte"},
+        "optim": optim or {},
         "train": {"batch": 1, "accumulate": accumulate, "precision": "fp32", "log_every": 1, "eval_every": 3, **more},
     }
     return fitting(RunConfig.from_dict(content), "encoder-decoder" if pairs else "decoder")
@@ -97,18 +102,35 @@ class Wrong:
         return self.objective.loss_of(batches)
 
 
+class Judged:
+    """An objective whose evaluations find the losses that are given."""
+
+    def __init__(self, found, objective):
+        self.backward, self.found = objective.backward, iter(found)
+
+    def loss_of(self, batches):
+        return Measured(next(self.found), 100)
+
+
 class Heard(Callback):
     def __init__(self):
-        self.losses, self.norms = [], []
+        self.losses, self.norms, self.rates, self.found = [], [], [], []
 
     def on_step(self, report):
         self.losses.append(report.loss)
         self.norms.append(report.grad_norm)
+        self.rates.append(report.lr)
+
+    def on_eval(self, report):
+        self.found.append(report.val_loss)
 
 
-def exact(kind, texts, folder, peers, wrong=False):
-    """A trainer in float64 of five steps, and what it tells."""
-    config = configured(kind, steps=5)
+FIVE = {"steps": 5}
+
+
+def exact(kind, texts, folder, peers, settings=FIVE, aim=lambda objective: objective, clock=time.monotonic):
+    """A trainer in float64, and what it tells.  ``aim``: what is made of its objective."""
+    config = configured(kind, **settings)
     (path,) = texts.glob(f"{kind}.*")
     material = Material(config, named_for(kind, [path]), lambda text: None)
     tokenizer = material.make_tokenizer()
@@ -117,11 +139,8 @@ def exact(kind, texts, folder, peers, wrong=False):
     objective = make_objective(config, model, Autocast("fp32", "cpu"))
     optimization = Optimization(model, config.optim, config.train, 32)
     saver = Saver(lambda: Moment(0, {}, Training({}, {}), None), lambda moment: folder, beside=False)
-    heard, aim = Heard(), Wrong(objective) if wrong else objective
-    made = Trainer(
-        model, aim, optimization, material.data, config.train, State(), saver, callbacks=[heard], peers=peers
-    )
-    return made, heard
+    heard, parts = Heard(), (model, aim(objective), optimization, material.data, config.train, State(), saver)
+    return Trainer(*parts, callbacks=[heard], clock=clock, peers=peers), heard
 
 
 def of_rank(rank, port, kind, texts, folder):
@@ -163,7 +182,7 @@ def at_odds(rank, port, texts, folder):
         parts[1].grad = torch.arange(3.0)
     said = [peers.add_up(parts, 0.25 + rank), [None if p.grad is None else p.grad.tolist() for p in parts]]
     said += [peers.any(rank == 1), peers.of_first(rank + 0.5), peers.words("none" if rank else "\u00fcber")]
-    made, _ = exact("next-token", texts, folder, peers, wrong=rank == 1)
+    made, _ = exact("next-token", texts, folder, peers, aim=Wrong if rank else lambda objective: objective)
     for _ in range(2):  # a loss that is no number, and weights that differ
         try:
             made.fit()
@@ -188,6 +207,54 @@ def test_what_one_rank_meets_both_say(texts, tmp_path):
     assert "step 1: loss nan" in first[5] and "the loss, of outputs that all are, of micro-batch 2 of 4" in first[5]
     assert "the weights of the ranks differ" in first[6]
     assert "rank 0 of 2: another rank does not answer" in (tmp_path / "lost").read_text()
+
+
+def clocks(rank):
+    """A minute, by a clock that is another for every rank: one second from look to look, or three, and 1,000 ahead."""
+    settings = {"minutes": 1.0, "eval_every": 5, "optim": {"lr": 1e-2, "min_lr": 1e-4, "warmup": 0}}
+    return {"settings": settings, "clock": partial(next, count(1000.0 * rank, 1 + 2 * rank))}
+
+
+def judges(rank):
+    """Evaluations that find another loss on every rank: no better one in the third and fourth on the first alone."""
+    optim = {"schedule": "plateau", "lr": 1e-2, "min_lr": 1e-4, "warmup": 0, "patience": 1, "decrease": 0.5}
+    found = [3.0 - number for number in range(6)] if rank else [3.0, 2.0, 2.5, 2.1, 1.0, 0.9]
+    settings = {"steps": 12, "eval_every": 2, "optim": optim}
+    return {"settings": settings, "aim": partial(Judged, found), "clock": clocks(rank)["clock"]}
+
+
+def fitted(made, heard):
+    outcome = made.fit()
+    return [outcome.step, outcome.elapsed, outcome.reason, outcome.val_loss, heard.rates, heard.found, heard.losses]
+
+
+def at_variance(rank, port, texts, folder):
+    torch.set_num_threads(1)
+    peers = peers_of(environment(rank, port), configured("next-token").train)
+    for name, given in (("clocks", clocks), ("judges", judges)):
+        told = fitted(*exact("next-token", texts, folder / name, peers, **given(rank)))
+        (folder / name / f"told-{rank}").write_text(json.dumps(told))
+    done()
+
+
+def test_one_clock_and_one_judge_decide_for_all_ranks(texts, tmp_path):
+    """They end at one step and their rates fall together, as of one process with the clock and the judge of rank 0."""
+    assert both(at_variance, texts, tmp_path) == [0, 0]
+    torch.set_num_threads(1)
+    told = {}
+    for given in (clocks, judges):
+        name = given.__name__
+        found = [json.loads((tmp_path / name / f"told-{rank}").read_text()) for rank in range(2)]
+        first, second = (fitted(*exact("next-token", texts, tmp_path, Peers(), **given(rank))) for rank in range(2))
+        assert found[0] == found[1], "to the bit"
+        assert found[0][:5] == first[:5] and found[0][6] == pytest.approx(first[6], rel=1e-12)
+        assert first[4] != second[4], "alone, rank 1 would have decided otherwise"
+        told[name] = found[0]
+    step, elapsed, reason, _, rates, *_ = told["clocks"]
+    assert (step, elapsed, reason) == (15, 60.0, "done"), "four looks a step, and none that would end after the minute"
+    falling = [1e-4 + (1e-2 - 1e-4) * (1 + math.cos(math.pi * n / 15)) / 2 for n in range(15)]
+    assert rates == pytest.approx(falling, rel=1e-12), "a cosine of the elapsed share"
+    assert told["judges"][4] == [1e-2] * 8 + [5e-3] * 4, "the fourth evaluation is the second without a better loss"
 
 
 class Killer(Callback):
