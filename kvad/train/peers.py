@@ -217,7 +217,9 @@ def peers_of(environment: Mapping[str, str], train: TrainConfig) -> Peers:
     kind: Any = dist.ProcessGroupNCCL  # not in a torch for the CPU
     options = kind.Options()
     options._timeout = timedelta(seconds=DAY)
-    return Peers(rank, size, kind(store, rank, size, options), train.device)
+    peers = Peers(rank, size, kind(store, rank, size, options), train.device)
+    peers.any(False)  # what nccl needs for its first word it waits for minutes only: said now, while no rank is at work
+    return peers
 
 
 def _store(environment: Mapping[str, str], rank: int, size: int) -> Any:
