@@ -196,6 +196,7 @@ class Material:
         """
         for prepared in self._prepared:
             prepared.check(tokenizer, "the run's tokenizer is")
+            prepared.check_tokens()
         self.fingerprint, self._vocab = self.key(tokenizer), tokenizer.vocab_size
         self._tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
         pad, meter = tokenizer.specials.pad or 0, Meter(self._tell)

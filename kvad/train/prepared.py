@@ -110,12 +110,24 @@ class Prepared:
         if tokenizer.fingerprint() != self.manifest["tokenizer"]:
             raise DataError(f"{named} not the tokenizer that made the tokens of {self.folder}", "prepare it again")
         if self.manifest["largest"] >= tokenizer.vocab_size:
-            place = self.store.place_beyond(tokenizer.vocab_size)
-            raise DataError(
-                f"{self.folder} holds token id {self.manifest['largest']:,}, beyond the vocabulary of "
-                f"{tokenizer.vocab_size:,}{f': the first is {place}' if place else ''}",
-                "prepare it again",
-            )
+            self.check_tokens()
+            raise self._beyond(self.manifest["largest"], "its manifest says so")
+
+    def check_tokens(self) -> None:
+        """DataError where a token lies beyond the vocabulary, whatever the manifest says.  Reads all tokens."""
+        found = self.store.place_beyond(self.tokenizer.vocab_size)
+        if found is None:
+            return
+        text = f"{self.noun} {found.text + 1:,}"
+        if self.pairs:
+            text = f"the {'target' if found.text % 2 else 'source'} of pair {found.text // 2 + 1:,}"
+        where = f"token {found.place + 1:,} of {text}, at byte {found.byte:,} of {found.shard}"
+        raise self._beyond(found.token, f"the first is {where}")
+
+    def _beyond(self, token: int, where: str) -> DataError:
+        vocab = self.tokenizer.vocab_size
+        told = f"{self.folder} holds token id {token:,}, beyond the vocabulary of {vocab:,}: {where}"
+        return DataError(told, "prepare it again")
 
     def told(self) -> str:
         """One line about it."""

@@ -36,6 +36,7 @@ from kvad.train.readers import Piece
 __all__ = [
     "MANIFEST",
     "OFFSETS",
+    "Beyond",
     "Encoded",
     "Texts",
     "TokenStore",
@@ -51,6 +52,7 @@ __all__ = [
 MANIFEST, OFFSETS = "manifest.json", "offsets.bin"
 SHARD_TOKENS = 1 << 27
 BATCH_CHARS = 1 << 22  # documents encoded together
+SCANNED = 1 << 20  # tokens looked at together
 
 Ints = npt.NDArray[np.int64]
 
@@ -75,6 +77,17 @@ class Encoded(NamedTuple):
     ids: list[int]
     opens: bool
     closes: bool
+
+
+class Beyond(NamedTuple):
+    """A token id that no vocabulary of the run has: ``place`` in the text ``text``, both from 0, at ``byte`` of a
+    shard."""
+
+    token: int
+    text: int
+    place: int
+    shard: str
+    byte: int
 
 
 class TokenStore:
@@ -114,17 +127,20 @@ class TokenStore:
     def num_documents(self) -> int:
         return len(self.offsets) - 1
 
-    def place_beyond(self, vocab: int) -> str:
-        """Where the first token id beyond a vocabulary stands; "" where none does.  Reads all tokens."""
+    def place_beyond(self, vocab: int) -> Beyond | None:
+        """Where the first token id beyond a vocabulary stands; None where none does.  Reads all tokens."""
         for number, shard in enumerate(self._shards):
-            for low in range(0, len(shard), SHARD_TOKENS >> 4):
-                found = np.flatnonzero(shard[low : low + (SHARD_TOKENS >> 4)] >= vocab)
-                if len(found):
-                    at = int(self._starts[number]) + low + int(found[0])
-                    document = int(np.searchsorted(self.offsets, at, side="right")) - 1
-                    inside = at - int(self.offsets[document]) + 1
-                    return f"token {inside:,} of text {document + 1:,}"
-        return ""
+            for low in range(0, len(shard), SCANNED):
+                tokens = shard[low : low + SCANNED]
+                if tokens.max() < vocab:
+                    continue
+                inside = low + int(np.argmax(tokens >= vocab))
+                at = int(self._starts[number]) + inside
+                text = int(np.searchsorted(self.offsets, at, side="right")) - 1
+                byte = inside * shard.dtype.itemsize
+                name = self.manifest["shards"][number]["file"]
+                return Beyond(int(shard[inside]), text, at - int(self.offsets[text]), name, byte)
+        return None
 
     def column(self, name: str, at: Ints) -> Ints:
         """What the column ``name`` says of the tokens at stream positions ``at``, any shape."""

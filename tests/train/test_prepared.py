@@ -134,10 +134,10 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
     tokens[1::2] = b"\x02" * (len(tokens) // 2)  # every id is 512 more
     (prepared / "tokens-00000.bin").write_bytes(tokens)
     code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
-    assert code == 2 and "is beyond the model's vocabulary of 257" in err, err
+    assert code == 2 and "beyond the vocabulary of 257: the first is token 1 of document 1, at byte 0 of " in err, err
     (prepared / "manifest.json").write_text(json.dumps(manifest | {"largest": 300}))
     code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
-    assert code == 2 and "beyond the vocabulary of 257: the first is token 1 of text 1\n" in err, err
+    assert code == 2 and "the first is token 1 of document 1, at byte 0 of tokens-00000.bin\n" in err, err
     (prepared / "manifest.json").write_text(json.dumps(manifest))
     code, _, err = kvad("data", "check", run(), prepared)
     assert code == 2, err
@@ -172,6 +172,36 @@ def test_pairs_are_for_an_encoder_decoder(prepared, tmp_path, corpus):
         Material(RunConfig(), PairPaths(((prepared,),)), lambda _: None)
     with pytest.raises(UsageError, match="only texts can be prepared"):
         material(prepared).only()
+
+
+def test_one_token_beyond_the_vocabulary_is_found_before_the_first_step(prepared, run, tmp_path):
+    """Wherever it stands, though the manifest says nothing of it: its document, its shard and its byte."""
+    shard, offsets = prepared / "tokens-00000.bin", np.fromfile(prepared / "offsets.bin", "<u8")
+    whole = shard.read_bytes()
+    for at, place in (
+        (int(offsets[1]) - 1, f"token {offsets[1]} of document 1"),
+        (int(offsets[7]) + 4, "token 5 of document 8"),
+    ):
+        tokens = np.frombuffer(whole, "<u2").copy()
+        tokens[at] = 32767
+        shard.write_bytes(tokens.tobytes())
+        code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
+        says = (
+            f"holds token id 32,767, beyond the vocabulary of 257: the first is {place}, at byte {2 * at:,} of tokens"
+        )
+        assert code == 2 and says in err, err
+        assert not (tmp_path / "run").exists()
+
+
+def test_of_pairs_the_side_is_said(tmp_path):
+    (tmp_path / "p.tsv").write_text("".join(f"{n} und {n + 1}\t{n} and {n + 1}\n" for n in range(9)))
+    out = tmp_path / "data"
+    assert kvad("data", "prepare", tmp_path / "p.tsv", "--format", "pairs", "--vocab-size", 300, "--out", out)[0] == 0
+    tokens, offsets = np.fromfile(out / "tokens-00000.bin", "<u2"), np.fromfile(out / "offsets.bin", "<u8")
+    tokens[int(offsets[5]) + 1] = 9999
+    tokens.tofile(out / "tokens-00000.bin")
+    with pytest.raises(DataError, match=r"the first is token 2 of the target of pair 3, at byte"):
+        Prepared(out).check_tokens()
 
 
 # ---------------------------------------------------------------- check
