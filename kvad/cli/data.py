@@ -98,6 +98,7 @@ def prepare(
     from kvad.train.material import Material
     from kvad.train.prepared import check_free
     from kvad.train.prepared import prepare as write
+    from kvad.train.refusals import check_out
     from kvad.train.start import start_of
 
     check_free(out, overwrite)
@@ -107,6 +108,7 @@ def prepare(
     config, texts = _config(texts, places, tokenizer, objective)
     held = [] if validation is None or share is not None else [(Path(validation),)]
     named = _meant(config, texts, pairs, [*held, *validation_pairs])
+    check_out(out, named, config.data.suffixes)
     config = _fitted(config, named)
     if share is not None and config.objective.kind not in EXAMPLES:
         raise UsageError("--validation: what share of texts and pairs is held out is each run's own", "leave it out")

@@ -1,6 +1,7 @@
 """``kvad data prepare`` and ``check``: what is written once is used by many runs, or refused; a leak is exit code 1."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -165,6 +166,18 @@ def test_what_cannot_be_prepared_is_one_line(prepared, corpus, arguments, says):
     said = err.replace("\nkvad: hint: ", " (").rstrip() + ")"
     assert code == 2 and says in said and "Traceback" not in err, err
     assert kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", prepared, "--overwrite")[0] == 0
+
+
+def test_a_folder_that_is_read_is_no_place_for_what_is_made_of_it(corpus, tmp_path):
+    """The next reading would take its JSON for text."""
+    texts = shutil.copytree(corpus, tmp_path / "texts")
+    byte = ["--tokenizer", "byte"]
+    code, _, err = kvad("data", "prepare", texts, *byte, "--out", texts / "prep")
+    assert code == 2 and "lies inside the corpus" in err and not (texts / "prep").exists(), err
+    code, out, err = kvad("data", "prepare", texts, "--suffix", ".txt", *byte, "--out", texts / "prep")
+    assert code == 0 and "in 12 documents" in out, err
+    code, out, err = kvad("data", "prepare", texts, "--suffix", ".txt", *byte, "--out", tmp_path / "again")
+    assert code == 0 and "in 12 documents" in out, err
 
 
 def test_pairs_are_for_an_encoder_decoder(prepared, tmp_path, corpus):
