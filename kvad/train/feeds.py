@@ -25,7 +25,7 @@ from kvad.train.pairs import ROLES, PairPaths
 from kvad.train.readers import Piece
 from kvad.train.spans import SpanData
 from kvad.train.start import words_at
-from kvad.train.store import TokenStore
+from kvad.train.store import TEMPLATE, TokenStore, is_prepared
 from kvad.train.tagging import open_tagging
 from kvad.train.text_data import TextData
 
@@ -107,7 +107,8 @@ def _template(config: RunConfig, saved: Path | None, start: Opened | None) -> Ch
         return ChatTemplate(chatml(start.tokenizer)) if found is None else found
     if tokenizer is None:
         return ChatTemplate(CHATML)
-    folder = words_at(tokenizer)
+    beside = Path(tokenizer) / TEMPLATE
+    folder = beside if is_prepared(Path(tokenizer)) and beside.is_dir() else words_at(tokenizer)
     found = ChatTemplate.load(folder if folder.is_dir() else folder.parent)
     if found is None:
         raise ConfigError(f"there is no chat template beside {tokenizer}", "name one: --set objective.template=FILE")

@@ -27,14 +27,14 @@ from kvad.train.objectives import EXAMPLES as OF_EXAMPLES
 from kvad.train.objectives import fitting, headed
 from kvad.train.pair_data import PairData
 from kvad.train.pairs import PairCorpus, PairPaths, framed_by, generation_of, open_pairs
-from kvad.train.prepared import Prepared, asked_for, is_prepared
+from kvad.train.prepared import Prepared, asked_for
 from kvad.train.progress import Meter
 from kvad.train.reports import Sample
 from kvad.train.rows import texts_of
 from kvad.train.samples import greedy
 from kvad.train.sampling import SampledPairs
 from kvad.train.start import said_by, tokenizer_at
-from kvad.train.store import TokenStore, changed_sources, damaged_files, joined_key, open_store, store_key
+from kvad.train.store import TokenStore, changed_sources, damaged_files, is_prepared, joined_key, open_store, store_key
 from kvad.train.stream import SequentialData, Units, units_of_store, units_of_texts
 
 __all__ = ["Material", "Named", "as_json", "from_json", "named_for"]
@@ -195,7 +195,8 @@ class Material:
         DataError, and nothing written, where they are too few to train on, or prepared by another tokenizer.
         """
         for prepared in self._prepared:
-            prepared.check(tokenizer, "the run's tokenizer is")
+            named = self._config.init or self._config.tokenizer.path or "RUN"
+            prepared.check(tokenizer, "the run's tokenizer is", named)
             prepared.check_tokens()
         self.fingerprint, self._vocab = self.key(tokenizer), tokenizer.vocab_size
         self._tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
@@ -365,7 +366,7 @@ class Material:
     def _tokenizer_of(self, prepared: Sequence[Prepared]) -> Tokenizer:
         first, wanted = prepared[0], self._config.tokenizer
         if wanted.path is not None:
-            first.check(tokenizer_at(wanted.path), f"{wanted.path} is")
+            first.check(tokenizer_at(wanted.path), f"{wanted.path} is", wanted.path)
         elif not asked_for(first, wanted):
             raise ConfigError(
                 f"[tokenizer]: the tokens of {first.folder} are made already, by {first.tokenizer.kind} with "
@@ -373,7 +374,7 @@ class Material:
                 "leave the table out, or prepare the texts again with this run file",
             )
         for other in prepared[1:]:
-            other.check(first.tokenizer, f"{first.folder / 'tokenizer'} is")
+            other.check(first.tokenizer, f"{first.folder / 'tokenizer'} is", first.folder)
         return first.tokenizer
 
     def _read(self, stores: Sequence[TokenStore], pad: int) -> None:

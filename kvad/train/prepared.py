@@ -30,12 +30,11 @@ from kvad.train.corpus import Corpus, Progress
 from kvad.train.examples import ExampleCorpus
 from kvad.train.feeds import FramedCorpus
 from kvad.train.pairs import PairCorpus
-from kvad.train.store import MANIFEST, OFFSETS, TokenStore, fill_store
+from kvad.train.store import MANIFEST, OFFSETS, TEMPLATE, TOKENIZER, TokenStore, fill_store, is_prepared
 
-__all__ = ["Prepared", "asked_for", "check_free", "is_prepared", "prepare"]
+__all__ = ["Prepared", "asked_for", "check_free", "prepare"]
 
 VERSION = 1
-TOKENIZER, TEMPLATE = "tokenizer", "template"
 HOLDS = {"next-token": "documents", "compress": "documents", "seq2seq": "pairs"}  # others: by their objective's name
 
 AnyCorpus = Corpus | PairCorpus | FramedCorpus | ExampleCorpus[Any]
@@ -105,10 +104,15 @@ class Prepared:
                 "leave it out, or prepare the files again with another",
             )
 
-    def check(self, tokenizer: Tokenizer, named: str) -> None:
-        """DataError where ``tokenizer`` did not make these tokens; ``named``: "the run's tokenizer is"."""
+    def check(self, tokenizer: Tokenizer, named: str, place: str | Path | None = None) -> None:
+        """DataError where ``tokenizer`` did not make these tokens; ``named``: "the run's tokenizer is"; ``place``: what
+        to name so that they are made by it."""
         if tokenizer.fingerprint() != self.manifest["tokenizer"]:
-            raise DataError(f"{named} not the tokenizer that made the tokens of {self.folder}", "prepare it again")
+            own = next((name for name, kind in HOLDS.items() if kind == self.kind), self.kind)
+            kind = "" if own == "next-token" else f" --objective {own}"
+            how = "" if place is None else f": kvad data prepare TEXTS{kind} --tokenizer {place} --out DIR"
+            told = f"{named} not the tokenizer that made the tokens of {self.folder}"
+            raise DataError(told, f"prepare it again{how and ' by that one'}{how}")
         if self.manifest["largest"] >= tokenizer.vocab_size:
             self.check_tokens()
             raise self._beyond(self.manifest["largest"], "its manifest says so")
@@ -134,14 +138,6 @@ class Prepared:
         texts = counted(self.manifest["documents"] // (2 if self.pairs else 1), self.noun)
         held = f", {self.num_held:,} of them for validation" if self.num_held else ""
         return f"prepared: {self.folder}, {self.manifest['tokens']:,} tokens in {texts}{held}"
-
-
-def is_prepared(path: Path) -> bool:
-    """Whether a path is a folder that ``kvad data prepare`` made, of any version."""
-    try:
-        return (path / MANIFEST).is_file() and "prepared" in _read(path)
-    except DataError:
-        return False
 
 
 def prepare(

@@ -42,6 +42,7 @@ from kvad.train.config import RunConfig, TokenizerConfig
 from kvad.train.initial import initialise
 from kvad.train.objectives import headed
 from kvad.train.saver import Moment
+from kvad.train.store import TOKENIZER, is_prepared
 
 __all__ = ["Adapters", "Start", "Whole", "absolute", "at_beginning", "count_parameters", "restored", "said_by"]
 __all__ += ["start_again", "start_of", "tokenizer_at", "whole_as", "words_at"]
@@ -302,12 +303,14 @@ def _ending(before: bytes | None, said: Generation) -> bytes:
 
 
 def words_at(path: str | Path) -> Path:
-    """The folder or file of a tokenizer that is named; of a run, its newest checkpoint's."""
+    """The folder or file of a tokenizer that is named; of a run, its newest checkpoint's; of prepared data, its own."""
+    if is_prepared(Path(path)):
+        return Path(path) / TOKENIZER
     return locate(Path(path)) if is_run(Path(path)) else Path(path)
 
 
 def tokenizer_at(path: str | Path) -> Tokenizer:
-    """The tokenizer of a file, a folder or a run.  Raises TokenizerError."""
+    """The tokenizer of a file, a folder, a run or prepared data.  Raises TokenizerError."""
     return load_tokenizer(words_at(path))
 
 

@@ -36,6 +36,8 @@ from kvad.train.readers import Piece
 __all__ = [
     "MANIFEST",
     "OFFSETS",
+    "TEMPLATE",
+    "TOKENIZER",
     "Beyond",
     "Encoded",
     "Texts",
@@ -44,12 +46,14 @@ __all__ = [
     "damaged_files",
     "encoded",
     "fill_store",
+    "is_prepared",
     "joined_key",
     "open_store",
     "store_key",
 ]
 
 MANIFEST, OFFSETS = "manifest.json", "offsets.bin"
+TOKENIZER, TEMPLATE = "tokenizer", "template"  # folders of prepared data (prepared.py)
 SHARD_TOKENS = 1 << 27
 BATCH_CHARS = 1 << 22  # documents encoded together
 SCANNED = 1 << 20  # tokens looked at together
@@ -180,6 +184,15 @@ def open_store(
         store = TokenStore(new, fill_store(new, corpus, tokenizer, progress=progress))
         accept(store)
     return store, False
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a path is a folder that ``kvad data prepare`` made, of any version."""
+    try:
+        found = json.loads((path / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and "prepared" in found
 
 
 def fill_store(

@@ -14,7 +14,8 @@ from kvad.train import job
 from kvad.train.config import RunConfig
 from kvad.train.material import Material
 from kvad.train.pairs import PairPaths
-from kvad.train.prepared import Prepared, is_prepared
+from kvad.train.prepared import Prepared
+from kvad.train.store import is_prepared
 from train.conftest import Listener
 from train.test_cli import QUICK, kvad
 from train.test_job import hashes
@@ -123,6 +124,26 @@ def test_what_no_longer_belongs_together_is_refused(prepared, tmp_path):
     char.save(prepared / "tokenizer")
     with pytest.raises(DataError, match=r"tokenizer is not the tokenizer that made the tokens .*prepare it again"):
         Prepared(prepared)
+
+
+def test_two_folders_of_one_run_share_the_first_ones_tokenizer(corpus, tmp_path, run):
+    """The command of the hint is the way out: it is run as it stands."""
+    path = run()
+    path.write_text(path.read_text().replace('[tokenizer]\nkind = "byte"\n', ""))
+    for name, size in (("a", 300), ("b", 280)):
+        code, _, err = kvad("data", "prepare", corpus, "--vocab-size", size, "--out", tmp_path / name)
+        assert code == 0, err
+    code, _, err = kvad("train", path, tmp_path / "a", tmp_path / "b", "--out", tmp_path / "run")
+    hint = f"kvad data prepare TEXTS --tokenizer {tmp_path / 'a'} --out DIR"
+    assert code == 2 and err.rstrip().endswith(f"prepare it again by that one: {hint}"), err
+    words = hint.replace("TEXTS", str(corpus)).replace("DIR", str(tmp_path / "c")).split()[1:]
+    assert kvad(*words)[0] == 0
+    code, _, err = kvad("train", path, tmp_path / "a", tmp_path / "c", "--out", tmp_path / "run")
+    assert code == 0, err
+    own = ["--tokenizer", tmp_path / "a" / "tokenizer", "--out", tmp_path / "d"]
+    assert kvad("data", "prepare", corpus, *own)[0] == 0
+    made = [json.loads((tmp_path / name / "manifest.json").read_text())["tokenizer"] for name in "acd"]
+    assert len(set(made)) == 1
 
 
 def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, run, tmp_path, corpus):

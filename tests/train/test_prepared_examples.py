@@ -121,6 +121,11 @@ def test_a_prepared_conversation_keeps_its_template(files, tmp_path):  # noqa: F
     assert kvad("train", run, tmp_path / "data", "--out", tmp_path / "run")[0] == 0
     (step,) = (tmp_path / "run/checkpoints").iterdir()
     assert (step / "chat_template.jinja").read_text() == (tmp_path / "own.jinja").read_text()
+    by_it = ["--objective", "chat", "--tokenizer", tmp_path / "data", "--out", tmp_path / "more"]
+    code, _, err = kvad("data", "prepare", files / "chat", *by_it)
+    assert code == 0, err
+    (template,) = (tmp_path / "more/template").iterdir()
+    assert template.read_text() == (tmp_path / "own.jinja").read_text()
 
 
 # ---------------------------------------------------------------- progress
