@@ -43,6 +43,7 @@ FRAMED = ("masked", "spans")  # objectives that read documents in a frame of the
 AnyTexts = Corpus | PairCorpus | Prepared | FramedCorpus | ExampleCorpus[Any]
 Named = Sequence[Path] | PairPaths  # what a user names: files and folders of documents, or files of pairs
 NAMED = 8  # texts that a message names
+BY_RUN_FILE = "kvad data prepare RUN.toml TEXTS --out DIR"
 EXAMPLES = 3  # held-out sources that are answered at every evaluation
 
 
@@ -371,7 +372,7 @@ class Material:
             raise ConfigError(
                 f"[tokenizer]: the tokens of {first.folder} are made already, by {first.tokenizer.kind} with "
                 f"{counted(first.tokenizer.vocab_size, 'token')}",
-                "leave the table out, or prepare the texts again with this run file",
+                f"leave the table out, or prepare the texts with the run file: {BY_RUN_FILE}",
             )
         for other in prepared[1:]:
             other.check(first.tokenizer, f"{first.folder / 'tokenizer'} is", first.folder)
@@ -418,7 +419,7 @@ def _check_framed(prepared: Prepared, said: Generation | None) -> None:
     if prepared.manifest.get("framed", usual) != (usual if said is None else framed_by(said)):
         raise DataError(
             f"{prepared.folder} frames its pairs for another model: other tokens open and end them",
-            "prepare them with this run file",
+            f"prepare them with the run file: {BY_RUN_FILE}",
         )
 
 

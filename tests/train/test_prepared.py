@@ -116,6 +116,8 @@ def test_what_no_longer_belongs_together_is_refused(prepared, tmp_path):
         material(prepared, tokenizer={"path": str(tmp_path / "char")}).make_tokenizer()
     with pytest.raises(ConfigError, match=r"\[tokenizer\]: the tokens of .*data are made already, by byte"):
         material(prepared, tokenizer={"kind": "char"}).make_tokenizer()
+    with pytest.raises(ConfigError, match=r"with the run file: kvad data prepare RUN.toml TEXTS --out DIR"):
+        material(prepared, tokenizer={"kind": "bpe", "vocab_size": 300}).make_tokenizer()
     assert material(prepared, tokenizer={"kind": "byte"}).make_tokenizer().kind == "byte"
     with pytest.raises(ConfigError, match=r"is prepared, and a stream reads texts"):
         material(prepared, data={"order": "stream"})
@@ -161,8 +163,8 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
     code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
     assert code == 2 and "the first is token 1 of document 1, at byte 0 of tokens-00000.bin\n" in err, err
     (prepared / "manifest.json").write_text(json.dumps(manifest))
-    code, _, err = kvad("data", "check", run(), prepared)
-    assert code == 2, err
+    code, out, _ = kvad("data", "check", run(), prepared)
+    assert code == 1 and out.startswith("damaged: "), out
     (prepared / "tokens-00000.bin").write_bytes(tokens[:-2])
     code, _, err = kvad("train", run(), prepared, "--out", tmp_path / "run")
     assert code == 2 and "tokens-00000.bin has" in err and "instead of" in err
@@ -292,9 +294,13 @@ def test_a_run_and_its_pairs_are_checked_with_its_own_weights(tmp_path):
     assert main(["data", "check", str(tmp_path / "run.toml")]) == 2
 
 
-def test_a_damaged_shard_is_named(prepared, run):
+def test_a_damaged_shard_is_named(prepared, run, monkeypatch):
+    """At once: what is damaged is not worth a proof."""
     tokens = bytearray((prepared / "tokens-00000.bin").read_bytes())
     tokens[40] ^= 1
     (prepared / "tokens-00000.bin").write_bytes(tokens)
+    monkeypatch.setattr("kvad.train.check.check_data", lambda *_: pytest.fail("no proof"))
     code, out, _ = kvad("data", "check", run(), prepared)
-    assert code == 1 and "tokens-00000.bin is damaged: prepare it again" in out
+    assert (code, out) == (1, f"damaged: {prepared / 'tokens-00000.bin'}: prepare it again\n")
+    code, out, _ = kvad("data", "check", run(), prepared, "--json")
+    assert code == 1 and json.loads(out) == {"ok": False, "wrong": [f"{prepared / 'tokens-00000.bin'} is damaged"]}
