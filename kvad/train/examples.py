@@ -1,6 +1,7 @@
 """Files of examples: one text and what is to be said of it, again and again.  What their readers have in common.
 
-The last examples are held out: those of the files that were named for it, or a share of all.  No torch.
+The last examples are held out: those of the files that were named for it, or a share of all.  Of a share, an example
+that has a label which no example before it has stays in training, behind the others there.  No torch.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ Reader = Callable[[Path], Iterator[Example[T] | None]]  # None: nothing to learn
 
 class Found(NamedTuple):
     """What is in the files: examples in all, those held out (the last ones; ``files_held``: they are files of their
-    own), and those left out."""
+    own), and those left out.  ``kept``: numbers, in the order of the files and from 0, of those that lie among the ones
+    held out and are not."""
 
     files: tuple[Source, ...]
     num_texts: int
     num_held: int
     skipped: int
     files_held: bool = False
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,16 @@ class ExampleCorpus(ABC, Generic[T]):
     def encoded_many(self, tokenizer: Tokenizer, many: list[tuple[Path, Example[T]]]) -> Iterator[Encoded]: ...
 
     def examples(self) -> Iterator[tuple[Path, Example[T]]]:
+        """In the order of the files, but those that are ``kept`` stand before all that are held out."""
+        kept = set(self.found.kept)
+        if not kept:
+            yield from self._in_files()
+            return
+        first = self.found.num_texts - self.num_held - len(kept)
+        yield from (each for number, each in enumerate(self._in_files()) if number < first or number in kept)
+        yield from (each for number, each in enumerate(self._in_files()) if number >= first and number not in kept)
+
+    def _in_files(self) -> Iterator[tuple[Path, Example[T]]]:
         for source in self.found.files:
             yield from ((source.path, each) for each in self.read(source.path) if each is not None)
 
@@ -104,16 +117,18 @@ class ExampleCorpus(ABC, Generic[T]):
     def settings(self) -> dict[str, Any]:
         """What decides the texts, and how they are framed."""
         sources = [source.entry() for source in self.sources]
-        return {"errors": self.errors, "sources": sources, self.noun: {"held": self.num_held}}
+        kept = {"kept": list(self.found.kept)} if self.found.kept else {}
+        return {"errors": self.errors, "sources": sources, self.noun: {"held": self.num_held, **kept}}
 
     def told(self) -> str:
         """One line about it."""
         num_bytes = sum(source.num_bytes for source in self.sources)
         skipped = f"; {counted(self.found.skipped, 'empty one')} left out" if self.found.skipped else ""
-        files = counted(len(self.sources), "file")
+        files, kept = counted(len(self.sources), "file"), len(self.found.kept)
+        rare = f"; {counted(kept, self.noun)} of that share stay{'s' * (kept == 1)} in training, for a rare label"
         return (
             f"corpus: {counted(self.found.num_texts, self.noun)} in {files}, {num_bytes / 1e6:,.1f} MB, "
-            f"{self.num_held:,} of them for validation{skipped}"
+            f"{self.num_held:,} of them for validation{rare if kept else ''}{skipped}"
         )
 
 
@@ -146,23 +161,35 @@ def find(paths: PairPaths, read: Reader[Any], noun: str, validation: float) -> F
 
 
 def labels_of(
-    examples: Iterable[tuple[Path, Iterable[tuple[int, str]]]], num_training: int, noun: str
-) -> tuple[str, ...]:
-    """The labels of the training examples, sorted.  ``examples``: of each its file, and (line, label) of all it has.
+    examples: Iterable[tuple[Path, Iterable[tuple[int, str]]]], found: Found, noun: str
+) -> tuple[Found, tuple[str, ...]]:
+    """What is held out, and the labels of the training examples, sorted.  ``examples``: of each its file, and (line,
+    label) of all it has.
 
-    Raises DataError, naming file and line, for a label that only examples held out have: no model could learn it.
+    A label that only examples held out have, no model could learn.  Where a share is held out, the first of them stays
+    in training (``found.kept``).  DataError, naming file and line, where it is in a file that was named for it; and
+    where nothing would be left to hold out.
     """
-    known: set[str] = set()
+    known, kept = set[str](), list[int]()
+    first = found.num_texts - found.num_held
     for number, (path, labels) in enumerate(examples):
         for line, label in labels:
-            if number < num_training:
+            if number < first or label in known:
                 known.add(label)
-            elif label not in known:
+            elif found.files_held:
                 raise DataError(
                     f"{path}, line {line}: {noun} {label!r} is held out and does not occur in training",
                     "hold out other examples, or name the file to train on that has it",
                 )
-    return tuple(sorted(known))
+            else:
+                known.add(label)
+                kept += [number] if number not in kept[-1:] else []
+    if len(kept) == found.num_held:
+        raise DataError(
+            f"nothing can be held out: each of the last {found.num_held:,} examples has a {noun} that none before has",
+            "hold out a larger share, or a file: --validation FILE",
+        )
+    return found._replace(num_held=found.num_held - len(kept), kept=tuple(kept)), tuple(sorted(known))
 
 
 def framing(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:

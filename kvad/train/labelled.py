@@ -65,13 +65,13 @@ class LabelledCorpus(ExampleCorpus[Labelled]):
 def open_labelled(
     paths: PairPaths, errors: str, validation: float, text_field: str = "text", label_field: str = "label"
 ) -> LabelledCorpus:
-    """Raises DataError naming file and line: of one that is no labelled text, and of a label that is held out and does
-    not occur in training."""
+    """Raises DataError naming file and line: of one that is no labelled text, and of a label that a file held out has
+    and training has not."""
     noun = LabelledCorpus.noun
     found = find(paths, lambda path: labelled_of(path, errors, text_field, label_field), noun, validation)
     corpus = LabelledCorpus(found, errors, text_field, label_field)
     seen = ((path, [(each.line, each.content.label)]) for path, each in corpus.examples())
-    labels = labels_of(seen, found.num_texts - found.num_held, "label")
+    found, labels = labels_of(seen, found, "label")
     return LabelledCorpus(found, errors, text_field, label_field, labels)
 
 

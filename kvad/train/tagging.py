@@ -85,15 +85,16 @@ def gap_of(tokenizer: Tokenizer, words: tuple[str, ...]) -> str:
 
 
 def open_tagging(paths: PairPaths, errors: str, validation: float) -> TagCorpus:
-    """Raises DataError naming file and line: of one that is not WORD<tab>TAG, and of a tag that is held out and does
-    not occur in training."""
+    """Raises DataError naming file and line: of one that is not WORD<tab>TAG, and of a tag that a file held out has and
+    training has not."""
     found = find(paths, lambda path: sentences_of(path, errors), TagCorpus.noun, validation)
     corpus = TagCorpus(found, errors)
     seen = (
         (path, [(each.content.first + place, tag) for place, tag in enumerate(each.content.tags)])
         for path, each in corpus.examples()
     )
-    return TagCorpus(found, errors, labels_of(seen, found.num_texts - found.num_held, "tag"))
+    found, tags = labels_of(seen, found, "tag")
+    return TagCorpus(found, errors, tags)
 
 
 def sentences_of(path: Path, errors: str) -> Iterator[Example[Sentence]]:

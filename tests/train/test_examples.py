@@ -92,8 +92,27 @@ def test_a_tag_unseen_in_training_is_named(written):
     train, other = written("train.tsv", TAGS), written("dev.tsv", "Ada\tPROPN\n\nWho\tPRON\nknew\tADJ\n")
     with pytest.raises(DataError, match=r"dev.tsv, line 4: tag 'ADJ' is held out and does not occur in training"):
         open_tagging(held_beside(train, other), "strict", 0.1)
-    with pytest.raises(DataError, match=r"train.tsv, line 9: tag 'PRON'"):
+    with pytest.raises(DataError, match=r"nothing can be held out: each of the last 1 examples has a tag that none"):
         open_tagging(train, "strict", 0.1)  # the share that is held out is its last sentence
+
+
+def test_of_a_share_what_alone_has_a_label_stays_in_training(written, tmp_path):
+    """In the order of the files otherwise, and the same each time; the next one with that label is held out."""
+    labels = ["a", "b", "a", "b", "a", "rare", "b", "rare", "odd", "a"]
+    paths = written("t.tsv", "".join(f"{label}\ttext {n}\n" for n, label in enumerate(labels)))
+    corpus = open_labelled(paths, "strict", 0.5)
+    assert corpus.labels == ("a", "b", "odd", "rare") and corpus.num_held == 3
+    assert list(corpus.texts()) == [f"text {n}" for n in (0, 1, 2, 3, 4, 5, 8, 6, 7, 9)]
+    assert "10 labelled texts in 1 file, 0.0 MB, 3 of them for validation; 2 labelled texts of that" in corpus.told()
+    tokenizer = train_tokenizer("byte", [], specials=ROLES)
+    store, _ = open_store(tmp_path / "data", corpus, tokenizer)
+    seen = [found[0] for _, found in texts_of(store, "labels")]
+    assert set(seen[-3:]) <= set(seen[:-3]) == {0, 1, 2, 3}
+    assert open_store(tmp_path / "data", open_labelled(paths, "strict", 0.5), tokenizer)[1], "the same, found again"
+    assert not open_store(tmp_path / "data", open_labelled(paths, "strict", 0.3), tokenizer)[1]
+    tags = written("tags.tsv", "w\tA\nx\tB\n\n" * 18 + "w\tA\n%\tSYM\n%\tSYM\n\n" * 2)
+    tagged = open_tagging(tags, "strict", 0.1)
+    assert (tagged.found.kept, tagged.num_held, tagged.labels) == ((18,), 1, ("A", "B", "SYM"))
 
 
 def test_pairs_and_folders_are_no_tagging_files(written, tmp_path):
