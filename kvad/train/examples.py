@@ -186,7 +186,8 @@ def labels_of(
                 kept += [number] if number not in kept[-1:] else []
     if len(kept) == found.num_held:
         raise DataError(
-            f"nothing can be held out: each of the last {found.num_held:,} examples has a {noun} that none before has",
+            f"nothing is left to hold out: {counted(found.num_held, 'example')} of this share, and each has a {noun} "
+            "that none before it has",
             "hold out a larger share, or a file: --validation FILE",
         )
     return found._replace(num_held=found.num_held - len(kept), kept=tuple(kept)), tuple(sorted(known))

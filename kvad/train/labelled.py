@@ -1,8 +1,8 @@
 """Labelled texts: what a model is to say of a whole text, one on every line.
 
-A ``.jsonl`` file has objects with a text and a label (a text or a whole number), under the names that ``[objective]``
-gives; any other file has lines of ``LABEL<tab>TEXT``.  An empty text is left out and counted.  The label lies on the
-text's first token.  No torch.
+A file of JSON lines (by its name, ``readers.py``) has objects with a text and a label (a text or a whole number), under
+the names that ``[objective]`` gives; any other file has lines of ``LABEL<tab>TEXT``.  An empty text is left out and
+counted.  The label lies on the text's first token.  No torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from kvad.text.base import Tokenizer
 from kvad.train.columns import Encoded
 from kvad.train.examples import Example, ExampleCorpus, find, framing, labels_of
 from kvad.train.pairs import PairPaths, lines_of
+from kvad.train.readers import format_of
 from kvad.train.tagging import NO_LABEL
 
 __all__ = ["Labelled", "LabelledCorpus", "labelled_of", "objects_of", "open_labelled"]
@@ -79,7 +80,7 @@ def labelled_of(
     path: Path, errors: str, text_field: str = "text", label_field: str = "label"
 ) -> Iterator[Example[Labelled] | None]:
     """Of one file; None for an empty text.  Raises DataError naming file and line."""
-    if path.suffix == ".jsonl":
+    if format_of(path, "auto") == "jsonl":
         for number, content in objects_of(path, errors):
             text = _value(path, number, content, text_field, (str,), "a text")
             label = _value(path, number, content, label_field, (str, int), "a text or a whole number")

@@ -29,6 +29,7 @@ from kvad.train.pair_data import PairData
 from kvad.train.pairs import PairCorpus, PairPaths, framed_by, generation_of, open_pairs
 from kvad.train.prepared import Prepared, asked_for
 from kvad.train.progress import Meter
+from kvad.train.readers import bare_suffix
 from kvad.train.reports import Sample
 from kvad.train.rows import texts_of
 from kvad.train.samples import greedy
@@ -351,7 +352,7 @@ class Material:
         data = self._config.data
         if data.format == "pairs":
             raise ConfigError("data.format: pairs are for an encoder-decoder, and this model reads documents", '"auto"')
-        return open_corpus(
+        found = open_corpus(
             paths,
             suffixes=data.suffixes,
             errors=data.errors,
@@ -360,6 +361,14 @@ class Material:
             field=data.field,
             hashed=hashed,
         )
+        tables = [source.path for source in found.sources if bare_suffix(source.path) == ".tsv"]
+        if tables and data.format == "auto" and not found.lines:
+            more = f" (and {len(tables) - 1:,} more)" if tables[1:] else ""
+            self._tell(
+                f"{tables[0]}{more} is read as a document: --objective seq2seq reads pairs, tag WORD<tab>TAG, "
+                "classify LABEL<tab>TEXT"
+            )
+        return found
 
     def _folder(self, folder: Path, number: int) -> Path:
         return folder if len(self._all) == 1 else folder / str(number)

@@ -203,6 +203,26 @@ def test_a_folder_that_is_read_is_no_place_for_what_is_made_of_it(corpus, tmp_pa
     assert code == 0 and "in 12 documents" in out, err
 
 
+def test_a_table_that_is_read_as_a_document_is_told(tmp_path):
+    """What decides is the objective, then the format, then the name; and .tsv is the name of three of them."""
+    table = tmp_path / "p.tsv"
+    table.write_text("".join(f"{'ab'[n % 2]}\t{n} and {n + 1}\n" for n in range(9)))
+    for number, (flags, kind, told) in enumerate(
+        [
+            ([], "documents", True),
+            (["--format", "text"], "documents", False),
+            (["--format", "lines"], "documents", False),
+            (["--format", "pairs"], "pairs", False),
+            (["--objective", "seq2seq"], "pairs", False),
+            (["--objective", "classify"], "classify", False),
+        ]
+    ):
+        out = tmp_path / str(number)
+        code, _, err = kvad("data", "prepare", table, *flags, "--vocab-size", 300, "--out", out)
+        assert code == 0 and json.loads((out / "manifest.json").read_text())["kind"] == kind, err
+        assert (f"{table} is read as a document: --objective seq2seq reads pairs, tag" in err) is told, err
+
+
 def test_pairs_are_for_an_encoder_decoder(prepared, tmp_path, corpus):
     with pytest.raises(DataError, match=r"holds documents, and this model reads pairs"):
         Material(RunConfig(), PairPaths(((prepared,),)), lambda _: None)
