@@ -1,0 +1,27 @@
+"""The commands of the docs and of the run files: a corpus is made where the next line reads it."""
+
+import shlex
+from pathlib import Path
+
+from kvad.cli.corpus import corpus
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands():
+    """(file, words) of every line that is a command."""
+    for path in (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "runs").glob("*.toml"))):
+        for line in path.read_text("utf-8").splitlines():
+            text = line.removeprefix("#").strip()
+            if text.startswith("kvad ") and text.count('"') % 2 == 0 and "'" not in text:
+                yield path.name, shlex.split(text, comments=True)
+
+
+def test_a_corpus_is_made_where_it_is_read():
+    made, read = set(), dict[str, str]()
+    for name, words in commands():
+        if words[1:2] == ["corpus"]:
+            made.add(corpus.commands[words[2]].make_context(words[2], words[3:]).params["folder"])
+        read |= {word: name for word in words if word.endswith(("/train", "/held-out"))}
+    assert len(made) >= 3 and len(read) >= 2
+    assert {word: name for word, name in read.items() if Path(word).parent not in made} == {}
