@@ -12,8 +12,8 @@ def commands():
     """(file, words) of every line that is a command."""
     for path in (*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "runs").glob("*.toml"))):
         for line in path.read_text("utf-8").splitlines():
-            text = line.removeprefix("#").strip()
-            if text.startswith("kvad ") and text.count('"') % 2 == 0 and "'" not in text:
+            text = line.removeprefix("#").strip().removesuffix("\\")
+            if text.startswith("kvad "):
                 yield path.name, shlex.split(text, comments=True)
 
 
