@@ -134,5 +134,7 @@ def _write_drill(name: str, folder: Path, seed: int, as_json: bool) -> None:
 
 def _check_free(folder: Path) -> None:
     """What is there is somebody's: it is not mixed with what is made."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file, and a corpus is a folder", "choose another name")
+    if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder} is not empty", "choose another folder, or remove it")

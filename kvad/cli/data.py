@@ -114,10 +114,10 @@ def prepare(
         raise UsageError("--validation: what share of texts and pairs is held out is each run's own", "leave it out")
     start = start_of(config)  # its tokens, its frames and its chat template are the texts'
     opened = None if start is None else start.opened
-    material = Material(config, named, lambda text: click.echo(text, err=True), start=opened)
-    corpus = material.only()
     began = time.monotonic()
-    with _metered() as meter:
+    with _interruptible(out), _metered() as meter:
+        material = Material(config, named, lambda text: click.echo(text, err=True), start=opened)
+        corpus = material.only()
         made = material.make_tokenizer() if start is None else start.tokenizer
         manifest = write(
             config, corpus, made, out, overwrite=overwrite, progress=meter, tell=lambda t: click.echo(t, err=True)
@@ -245,6 +245,18 @@ def _say(report: Report, wrong: Sequence[str]) -> None:
         click.echo(f"LEAK        {line}")
     if not wrong:
         click.echo("ok")
+
+
+@contextmanager
+def _interruptible(out: Path) -> Iterator[None]:
+    """Ctrl-C leaves nothing behind, and says so."""
+    there = out.exists()
+    try:
+        yield
+    except KeyboardInterrupt:
+        left = f"{out} is as it was" if there else f"nothing was written to {out}"
+        click.echo(f"kvad: interrupted: {left}", err=True)
+        raise
 
 
 @contextmanager

@@ -7,9 +7,11 @@ U+FFFD for what is not.  How a file is read is ``readers.py``'s; nothing is kept
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +59,7 @@ class Corpus:
         return sum(source.num_bytes for source in self.sources)
 
     def texts(self) -> Iterator[str]:
-        """The documents in order; may be called again.  Raises DataError naming file and byte or line."""
+        """The documents in order; may be called again.  Raises DataError naming file and line."""
         held: list[str] = []
         for piece in self.pieces():
             held.append(piece.text)
@@ -135,7 +137,13 @@ def open_corpus(
     if not sources:
         which = f" ending in {', '.join(suffixes)}" if suffixes else ""
         where = ", ".join(map(str, paths))
-        raise DataError(f"no text files{which} in {where}", counted(skipped, "empty or binary one") if skipped else "")
+        hint = (
+            "--suffix says which files; leave it out for all text" if suffixes else "name text files, or their folder"
+        )
+        raise DataError(
+            f"no text files{which} in {where}",
+            f"{counted(skipped, 'file')} there {'is' if skipped == 1 else 'are'} empty or binary" if skipped else hint,
+        )
     lines = lines or format == "lines"
     return Corpus(tuple(sources), skipped, errors, lines, "auto" if format == "lines" else format, field)
 
@@ -173,9 +181,18 @@ def read_text(path: Path, errors: str = "strict") -> str:
     return "".join(blocks_of(path, errors))
 
 
+def _near(missing: Path) -> str:
+    """A hint: the name beside it that is like it, or where it was looked for."""
+    with suppress(OSError):
+        close = difflib.get_close_matches(missing.name, os.listdir(missing.parent), n=1)
+        if close:
+            return f"did you mean {str(missing.parent / close[0])!r}?"
+    return f"looked for {missing.absolute()}"
+
+
 def _files(named: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     if not named.exists():
-        raise DataError(f"no such file or folder: {named}")
+        raise DataError(f"no such file or folder: {named}", _near(named))
     if not named.is_dir():
         yield named
         return

@@ -29,6 +29,7 @@ from kvad.train.config import DataConfig, RunConfig, TokenizerConfig
 from kvad.train.corpus import Corpus, Progress
 from kvad.train.examples import ExampleCorpus
 from kvad.train.feeds import FramedCorpus
+from kvad.train.objectives import TOPOLOGY
 from kvad.train.pairs import PairCorpus
 from kvad.train.store import MANIFEST, OFFSETS, TEMPLATE, TOKENIZER, TokenStore, fill_store, is_prepared
 
@@ -63,6 +64,11 @@ class Prepared:
         return str(self.manifest["kind"])
 
     @property
+    def objective(self) -> str:
+        """What learns from it, where nothing else is said."""
+        return next((name for name, kind in HOLDS.items() if kind == self.kind), self.kind)
+
+    @property
     def pairs(self) -> bool:
         return self.kind == "pairs"
 
@@ -93,7 +99,10 @@ class Prepared:
             named = ("documents", "pairs")
             held = self.kind if self.kind in named else f"{self.noun}s for objective {self.kind}"
             reads = f"this model reads {wanted}" if wanted in named else f"objective {objective} has a form of its own"
-            raise DataError(f"{self.folder} holds {held}, and {reads}", f"prepare them with --objective {objective}")
+            hint = f"prepare them with --objective {objective}"
+            if objective != "compress" and TOPOLOGY[self.objective] == TOPOLOGY[objective]:
+                hint = f"--objective {self.objective} reads it; else prepare the texts with --objective {objective}"
+            raise DataError(f"{self.folder} holds {held}, and {reads}", hint)
 
     def check_held(self, data: DataConfig) -> None:
         """ConfigError where a run asks for another share of examples than was held out."""
@@ -108,8 +117,7 @@ class Prepared:
         """DataError where ``tokenizer`` did not make these tokens; ``named``: "the run's tokenizer is"; ``place``: what
         to name so that they are made by it."""
         if tokenizer.fingerprint() != self.manifest["tokenizer"]:
-            own = next((name for name, kind in HOLDS.items() if kind == self.kind), self.kind)
-            kind = "" if own == "next-token" else f" --objective {own}"
+            kind = "" if self.objective == "next-token" else f" --objective {self.objective}"
             how = "" if place is None else f": kvad data prepare TEXTS{kind} --tokenizer {place} --out DIR"
             told = f"{named} not the tokenizer that made the tokens of {self.folder}"
             raise DataError(told, f"prepare it again{how and ' by that one'}{how}")
@@ -180,7 +188,9 @@ def prepare(
 
 def check_free(out: Path, overwrite: bool) -> None:
     """UsageError where something is there that may not give way."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())) and not (overwrite and is_prepared(out)):
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file, and prepared data is a folder", "choose another --out")
+    if out.exists() and any(out.iterdir()) and not (overwrite and is_prepared(out)):
         hint = "--overwrite lets it give way" if is_prepared(out) else "choose another --out"
         raise UsageError(f"{out} is not empty", hint)
 

@@ -46,6 +46,7 @@ __all__ = [
 
 COMPRESSED = (".gz", ".zst")
 JSON_LINES = (".jsonl", ".ndjson")
+TALKS = "messages are conversations: kvad train --objective chat, kvad eval --task chat"
 BLOCK = 1 << 20  # bytes read at a time
 
 
@@ -148,9 +149,9 @@ def _zstd(path: Path, raw: BinaryIO) -> BinaryIO:
 
 
 def blocks_of(path: Path, errors: str) -> Iterator[str]:
-    """A file's text a block at a time, without its byte order mark.  Raises DataError naming file and byte."""
+    """A file's text a block at a time, without its byte order mark.  Raises DataError naming file, line and byte."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    offset, first = 0, True
+    offset, line, first = 0, 1, True
     with opened(path) as file:
         while True:
             block = file.read(BLOCK)
@@ -158,12 +159,14 @@ def blocks_of(path: Path, errors: str) -> Iterator[str]:
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
+                line += error.object.count(b"\n", 0, error.start)
                 raise DataError(
-                    f"{path} is not UTF-8: byte 0x{error.object[error.start]:02X} at offset "
+                    f"{path}, line {line:,}, is not UTF-8: byte 0x{error.object[error.start]:02X} at offset "
                     f"{offset - kept + error.start}",
                     "--errors replace puts U+FFFD in its place",
                 ) from None
             offset += len(block)
+            line += text.count("\n")
             if text:
                 yield text.removeprefix("\ufeff") if first else text
                 first = False
@@ -202,7 +205,8 @@ def objects_of(path: Path, errors: str, *fields: str) -> Iterator[tuple[str, ...
             raise DataError(f"{where}, is {type(found).__name__}, not an object", "a JSON object a line")
         for field in fields:
             if field not in found:
-                raise DataError(f"{where}, has no field {field!r}", nearest(field, map(str, found)))
+                hint = TALKS if "messages" in found else nearest(field, map(str, found))
+                raise DataError(f"{where}, has no field {field!r}", hint)
             if not isinstance(found[field], str):
                 raise DataError(f"{where}: the field {field!r} is {type(found[field]).__name__}, not a text")
         yield tuple(found[field] for field in fields)

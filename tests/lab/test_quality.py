@@ -504,6 +504,10 @@ def test_corpora(tmp_path, capsys):
     again = run(capsys, "corpus", "lookup", tmp_path / "b")
     assert again.code == 2 and "is not empty" in again.err
     assert run(capsys, "corpus", "lookup", tmp_path / "c", "--longest", 3).code == 2
+    (tmp_path / "file").write_text("mine")
+    for kind in ("lookup", "python", "copy", "reverse"):
+        ran = run(capsys, "corpus", kind, tmp_path / "file")
+        assert ran.code == 2 and "file is a file, and a corpus is a folder" in ran.err
 
 
 @pytest.mark.parametrize("name", ["copy", "reverse"])

@@ -117,7 +117,7 @@ def bad(tmp_path):
         (["nowhere.txt"], "no such file or folder: nowhere.txt"),
         (["empty.txt"], "empty.txt is empty"),
         (["binary.txt"], "binary.txt is binary (a zero byte at offset 1)"),
-        (["latin.txt"], "latin.txt is not UTF-8: byte 0xE9 at offset 3"),
+        (["latin.txt"], "latin.txt, line 1, is not UTF-8: byte 0xE9 at offset 3"),
         (["short.txt"], "too short: 3 tokens"),
         ([], "no corpus was named"),
         (["latin.txt", "--errors", "replace", "--precision", "fp16"], "fp16 compute on a CPU is refused"),

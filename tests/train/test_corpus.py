@@ -48,7 +48,8 @@ def test_a_changed_file_has_another_hash(tree):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nowhere.txt", r"no such file or folder: .*nowhere.txt"),
+        ("nowhere.txt", r"no such file or folder: .*nowhere.txt \(looked for /"),
+        ("emty.txt", r"no such file or folder: .*emty.txt \(did you mean '/.*/empty.txt'\?\)"),
         ("empty.txt", r"empty.txt is empty"),
         ("image.png", r"image.png is binary \(a zero byte at offset 4\)"),
     ],
@@ -59,8 +60,14 @@ def test_a_path_that_cannot_be_a_document(tree, name, says):
 
 
 def test_no_text_at_all(tree):
-    with pytest.raises(DataError, match=r"no text files ending in \.md in .*tree"):
+    with pytest.raises(DataError, match=r"no text files ending in \.md in .*tree \(--suffix says which"):
         open_corpus([tree], suffixes=[".md"])
+    (tree / "hollow").mkdir()
+    with pytest.raises(DataError, match=r"no text files in .*hollow \(name text files, or their folder\)"):
+        open_corpus([tree / "hollow"])
+    (tree / "hollow" / "nothing.txt").touch()
+    with pytest.raises(DataError, match=r"no text files in .*hollow \(1 file there is empty or binary\)"):
+        open_corpus([tree / "hollow"])
     with pytest.raises(DataError, match="no corpus was named"):
         open_corpus([])
 
@@ -89,7 +96,7 @@ def test_an_unreadable_folder_is_named(tree, monkeypatch):
 
 def test_invalid_utf8_names_file_byte_and_way_out(tree):
     (tree / "latin.txt").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(DataError, match=r"latin.txt is not UTF-8: byte 0xE9 at offset 3") as caught:
+    with pytest.raises(DataError, match=r"latin.txt, line 1, is not UTF-8: byte 0xE9 at offset 3") as caught:
         list(open_corpus([tree]).texts())
     assert "--errors replace" in caught.value.hint
     assert "caf\ufffd au lait" in list(open_corpus([tree], errors="replace").texts())

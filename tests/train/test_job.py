@@ -308,7 +308,7 @@ def test_a_corpus_too_short_for_one_row(tmp_path, run_config):
 
 def test_invalid_utf8_and_replace(tmp_path, run_config):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 100)
-    with pytest.raises(DataError, match=r"latin.txt is not UTF-8: byte 0xE9 at offset 3"):
+    with pytest.raises(DataError, match=r"latin.txt, line 1, is not UTF-8: byte 0xE9 at offset 3"):
         train(run_config(), [tmp_path / "latin.txt"], tmp_path / "run")
     outcome = train(run_config(steps=1, data={"errors": "replace"}), [tmp_path / "latin.txt"], tmp_path / "run")
     assert outcome.step == 1

@@ -1,5 +1,6 @@
 """``kvad data prepare`` and ``check``: what is written once is used by many runs, or refused; a leak is exit code 1."""
 
+import hashlib
 import json
 import shutil
 
@@ -181,7 +182,8 @@ def test_tokens_beyond_the_vocabulary_and_damaged_files_are_refused(prepared, ru
         (["{data}", "--out", "{data}2"], "only texts can be prepared"),
         (["{corpus}", "--out", "{data}2", "--format", "jsnl"], "'jsnl' is not one of"),
         (["{corpus}", "--format", "pairs", "--out", "{data}2"], "is a folder, and pairs come from files"),
-        (["nowhere", "--out", "{data}2"], "no such file or folder: nowhere"),
+        (["nowhere", "--out", "{data}2"], "no such file or folder: nowhere (looked for /"),
+        (["{corpus}", "--out", "{corpus}/00.txt"], "00.txt is a file, and prepared data is a folder"),
     ],
 )
 def test_what_cannot_be_prepared_is_one_line(prepared, corpus, arguments, says):
@@ -201,6 +203,21 @@ def test_a_folder_that_is_read_is_no_place_for_what_is_made_of_it(corpus, tmp_pa
     assert code == 0 and "in 12 documents" in out, err
     code, out, err = kvad("data", "prepare", texts, "--suffix", ".txt", *byte, "--out", tmp_path / "again")
     assert code == 0 and "in 12 documents" in out, err
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_ctrl_c_says_that_nothing_was_written(prepared, corpus, tmp_path, monkeypatch, there):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvad.train.prepared.fill_store", interrupt)
+    out = prepared if there else tmp_path / "new"
+    before = hashlib.sha256((prepared / "tokens-00000.bin").read_bytes()).hexdigest()
+    code, _, err = kvad("data", "prepare", corpus, "--tokenizer", "byte", "--out", out, "--overwrite")
+    said = f"{out} is as it was" if there else f"nothing was written to {out}"
+    assert code == 130 and err.endswith(f"kvad: interrupted: {said}\n"), err
+    assert hashlib.sha256((prepared / "tokens-00000.bin").read_bytes()).hexdigest() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
 
 
 def test_a_table_that_is_read_as_a_document_is_told(tmp_path):

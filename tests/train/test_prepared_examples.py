@@ -85,6 +85,11 @@ def test_files_held_out_are_named_when_it_is_prepared(files, tmp_path):  # noqa:
             ["train", "{data}", "--preset", "tiny"],
             "labelled texts for objective classify, and this model reads documents",
         ),
+        (
+            ["train", "{data}", "--preset", "encoder-tiny"],
+            "hint: --objective classify reads it; else prepare the texts",
+        ),
+        (["train", "{data}", "--preset", "tiny"], "hint: prepare them with --objective next-token"),
         (["data", "prepare", "{files}/masked", "--validation", "0.3"], "what share of texts and pairs is held out"),
     ],
 )

@@ -70,8 +70,9 @@ def test_pieces_are_those_of_the_whole_text_and_their_ends_are_known(tmp_path, m
 def test_a_broken_byte_is_named_wherever_it_stands(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "BLOCK", 4)
     for at in range(9):
-        (tmp_path / "x.txt").write_bytes(b"\xc3\xa9" * 2 + b"a" * at + b"\xe9zz")
-        with pytest.raises(DataError, match=rf"x.txt is not UTF-8: byte 0xE9 at offset {4 + at}"):
+        (tmp_path / "x.txt").write_bytes(b"\xc3\xa9" * 2 + b"a" * (at % 2) + b"\n" * (at - at % 2) + b"\xe9zz")
+        says = rf"x.txt, line {1 + at - at % 2}, is not UTF-8: byte 0xE9 at offset {4 + at} "
+        with pytest.raises(DataError, match=says):
             list(blocks_of(tmp_path / "x.txt", "strict"))
 
 
@@ -92,6 +93,7 @@ def test_json_lines_are_documents_by_their_field(tmp_path):
     ("line", "says"),
     [
         ('{"txt": "a"}', r"x.jsonl, line 2, has no field 'text' \(did you mean 'txt'\?\)"),
+        ('{"messages": []}', r"line 2, has no field 'text' \(messages are .* --objective chat, kvad eval --task chat"),
         ('{"text": 3}', r"x.jsonl, line 2: the field 'text' is int, not a text"),
         ('["a"]', r"x.jsonl, line 2, is list, not an object"),
         ('{"text": "a"', r"x.jsonl, line 2, is not JSON: .*delimiter"),
