@@ -23,11 +23,10 @@ def show(config: RunConfig, named: Named, out: Path | None, *, overwrite: bool, 
     """Print the plan; exit code 1 where the run would not fit into memory.  Raises as ``job.train``."""
     from kvad.cache.available import available_bytes
     from kvad.train.plan import plan
-    from kvad.train.refusals import check_out, holds_run
+    from kvad.train.refusals import check_place
 
     if out is not None:
-        check_out(out, named, config.data.suffixes)
-        holds_run(out, overwrite)
+        check_place(config, named, out, overwrite)
     found = plan(config, named, available_bytes(), lambda text: click.echo(text, err=True))
     if as_json:
         more = {"tokens": found.tokens, "flops": found.flops, "bytes": found.bytes}

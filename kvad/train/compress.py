@@ -28,7 +28,6 @@ from kvad.train.config import RunConfig, TokenizerConfig
 from kvad.train.distil import Distillation
 from kvad.train.job import (
     METRICS,
-    RUN_FILE,
     Clock,
     check_differences,
     eventful,
@@ -41,11 +40,11 @@ from kvad.train.memory import within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import Optimization
-from kvad.train.refusals import check_machine, check_out, check_run, holds_run, nothing_left
+from kvad.train.refusals import TOKENS, check_machine, check_place, check_run, nothing_left
 from kvad.train.reports import Callback, Outcome
 from kvad.train.saver import Moment, Saver
 from kvad.train.speed import refuse
-from kvad.train.toml import run_file
+from kvad.train.toml import RUN_FILE, run_file
 from kvad.train.trainer import State, Trainer
 
 __all__ = ["resume", "stored_run", "subject_of", "train"]
@@ -65,8 +64,7 @@ def train(
     Raises UsageError, DataError, ConfigError, CheckpointError before anything is written; SaveError, with the last
     checkpoint whole.
     """
-    check_out(out, corpus, config.data.suffixes)
-    earlier = holds_run(out, overwrite)
+    earlier = check_place(config, corpus, out, overwrite)
     check_machine(config.train)
     refuse(config.train)
     opened, tokenizer = subject_of(config)
@@ -76,7 +74,7 @@ def train(
     torch.manual_seed(config.train.seed)
     compressor = Compressor(mixers(opened.config), config.compress.ratio, config.compress.hidden)
     with nothing_left(out):
-        material.open(out / "data", tokenizer)
+        material.open(out / TOKENS, tokenizer)
     run = _Run(config, named, out, opened, compressor, material, fresh=earlier)
     return run.fit(State(), None, callbacks, clock)
 

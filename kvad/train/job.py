@@ -43,7 +43,7 @@ from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
 from kvad.train.peers import ALONE, Peers
-from kvad.train.refusals import check_machine, check_out, check_run, check_watched, holds_run, nothing_left
+from kvad.train.refusals import TOKENS, check_machine, check_place, check_run, check_watched, nothing_left
 from kvad.train.reports import Callback, Outcome, Subject
 from kvad.train.saver import Moment, Saver
 from kvad.train.schedules import paced_by
@@ -61,12 +61,11 @@ from kvad.train.start import (
     tokenizer_at,
     whole_as,
 )
-from kvad.train.toml import run_file
+from kvad.train.toml import RUN_FILE, run_file
 from kvad.train.trainer import State, Trainer
 
 __all__ = [
     "METRICS",
-    "RUN_FILE",
     "Clock",
     "check_differences",
     "eventful",
@@ -79,7 +78,6 @@ __all__ = [
 ]
 
 METRICS = "metrics.jsonl"
-RUN_FILE = "run.toml"
 Clock = Callable[[], float]
 
 
@@ -103,9 +101,7 @@ def train(
     (``peers.py``); the first of them alone reports and saves.  Raises UsageError, DataError, ConfigError,
     TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
-    for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
-        check_out(out, source, config.data.suffixes)
-    earlier = holds_run(out, overwrite)
+    earlier = check_place(config, corpus, out, overwrite)
     check_machine(config.train)
     peers.check(config.train)
     check_watched(config.watch, callbacks)
@@ -126,7 +122,7 @@ def train(
     form = None if start is None else start.form()
     peers.check_same(lambda: material.key(tokenizer))
     with nothing_left(out), peers.in_turn():
-        material.open(out / "data", tokenizer)
+        material.open(out / TOKENS, tokenizer)
     model = at_beginning(config, model_config, start)
     for line in () if start is None else start.told():
         tell(line)
@@ -358,9 +354,9 @@ def open_again(
 ) -> None:
     """The data of a run that goes on.  ConfigError where its corpus has changed."""
     if material.key(tokenizer) != state.state["data"]:
-        changed = ", ".join(material.changed(out / "data")[:3])
+        changed = ", ".join(material.changed(out / TOKENS)[:3])
         raise ConfigError(f"cannot resume {out}: its corpus has changed{': ' + changed if changed else ''}")
-    material.open(out / "data", tokenizer)
+    material.open(out / TOKENS, tokenizer)
     material.seek(state.state.get("position"))
     if state.state.get("threads") != torch.get_num_threads():
         tell(f"threads: {torch.get_num_threads()}, {state.state.get('threads')} before: the last bits may differ")

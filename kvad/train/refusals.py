@@ -10,23 +10,54 @@ import torch
 
 from kvad.checkpoint.folder import locate, steps_of
 from kvad.errors import CheckpointError, ConfigError, UsageError
-from kvad.train.config import TrainConfig, WatchConfig
+from kvad.train.config import RunConfig, TrainConfig, WatchConfig
 from kvad.train.events import require as require_events
 from kvad.train.material import Named
 from kvad.train.pairs import PairPaths
+from kvad.train.prepared import is_prepared
 from kvad.train.reports import Callback
+from kvad.train.store import MANIFEST, is_store
+from kvad.train.toml import RUN_FILE, is_run_file
 
-__all__ = ["check_machine", "check_out", "check_run", "check_watched", "holds_run", "nothing_left"]
+__all__ = ["TOKENS", "check_machine", "check_out", "check_place", "check_run", "check_watched", "nothing_left"]
+
+TOKENS = "data"  # where in a run's folder its tokens lie
 
 TEXTS = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a corpus would take for text
 
 
-def holds_run(out: Path, overwrite: bool) -> bool:
+def check_place(config: RunConfig, corpus: Named, out: Path, overwrite: bool) -> bool:
+    """Whether ``out`` holds a run that is to give way.  UsageError where it may not, and where a new run would write
+    over anything that is no run's: the texts that it is to read, a folder of the same name as its tokens'."""
+    for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
+        check_out(out, source, config.data.suffixes)
+    tokens, run_file = out / TOKENS, out / RUN_FILE
+    if tokens.exists() and not _is_tokens(tokens):
+        raise UsageError(f"{tokens} is there, and a run of {out} writes its tokens there", "choose another --out")
+    if run_file.exists() and not is_run_file(run_file):
+        raise UsageError(
+            f"{run_file} is there, and a run of {out} writes its configuration there",
+            "give it another name, or choose another --out",
+        )
+    return _holds_run(out, overwrite)
+
+
+def _is_tokens(folder: Path) -> bool:
+    """Whether a run made it: a store, a store for each part of a mixture, or nothing yet."""
+    if not folder.is_dir() or is_prepared(folder):
+        return False
+    if (folder / MANIFEST).is_file():
+        return is_store(folder)
+    return all(part.name.isdigit() and is_store(part) for part in folder.iterdir())
+
+
+def _holds_run(out: Path, overwrite: bool) -> bool:
     """Whether a folder holds a run already.  UsageError where it may not give way."""
     earlier = steps_of(out)
     if earlier and not overwrite:
         raise UsageError(
-            f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
+            f"{out} already holds a run ({earlier[-1].name})",
+            "go on with --resume, choose another --out, or let it give way with --overwrite",
         )
     return bool(earlier)
 
@@ -45,6 +76,14 @@ def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"{there} is a file, and a run needs a folder", "choose another folder for --out")
+    tokens = (out / TOKENS).resolve()
+    pairs = (*corpus.files, *corpus.held) if isinstance(corpus, PairPaths) else ()
+    named = [path for group in pairs for path in group] if isinstance(corpus, PairPaths) else corpus
+    for path in named:
+        if path.resolve().is_relative_to(tokens):
+            raise UsageError(
+                f"{path} lies in {out / TOKENS}, where a run of {out} writes its tokens", "choose another --out"
+            )
     if suffixes and not set(suffixes) & set(TEXTS):
         return
     for folder in () if isinstance(corpus, PairPaths) else corpus:

@@ -47,6 +47,7 @@ __all__ = [
     "encoded",
     "fill_store",
     "is_prepared",
+    "is_store",
     "joined_key",
     "open_store",
     "store_key",
@@ -262,6 +263,14 @@ def _settings(corpus: Texts, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _dtype(vocab: int) -> str:
     return "uint16" if vocab <= 1 << 16 else "uint32"
+
+
+def is_store(folder: Path) -> bool:
+    """Whether kvad made it, of whatever texts."""
+    try:
+        return bool({"key", "shards"} <= json.loads((folder / MANIFEST).read_bytes()).keys())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _usable(folder: Path, key: str) -> dict[str, Any] | None:

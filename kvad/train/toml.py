@@ -11,11 +11,15 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvad.train.config import RunConfig
 
-__all__ = ["dumps", "run_file"]
+__all__ = ["RUN_FILE", "dumps", "is_run_file", "run_file"]
+
+RUN_FILE = "run.toml"
+HEAD = "# What this run was configured as."
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -30,10 +34,18 @@ def run_file(config: RunConfig, corpus: Any = None) -> str:
         for name, table in tables.items()
         if not unused.get(name, False) or (name == "tokenizer" and config.tokenizer.path is not None)
     }
-    head = "# What this run was configured as.  Again:  kvad train run.toml CORPUS --out FOLDER\n"
+    head = f"{HEAD}  Again:  kvad train run.toml CORPUS --out FOLDER\n"
     if corpus is not None:
         head += f"# CORPUS was {json.dumps(corpus)}\n"
     return head + "\n" + dumps(kept)
+
+
+def is_run_file(path: Path) -> bool:
+    """Whether :func:`run_file` wrote it."""
+    try:
+        return path.read_bytes().startswith(HEAD.encode())
+    except OSError:
+        return False
 
 
 def _said(table: Mapping[str, Any]) -> dict[str, Any]:

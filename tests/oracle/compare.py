@@ -1,6 +1,10 @@
 """Prints where two oracles differ: the goldens of one case, array by array, and their configs.
 
 python -m tests.oracle.compare [--goldens FOLDER] [--tolerance 1e-5] [--files]
+python -m tests.oracle.compare --anew FOLDER       # instead: are the goldens what was made anew?  Exit code 1 if not
+
+Another processor rounds otherwise: what was made anew may differ by the tolerance, as a share of an array's largest
+number.  Tokens, shapes, names, configs and weights are the same everywhere.
 """
 
 import argparse
@@ -46,12 +50,41 @@ def settings(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [f"{key}: {left} | {right}" for key, (left, right) in pairs.items() if left != right]
 
 
+def changed(there: Path, anew: Path, tolerance: float) -> list[str]:
+    """What of the goldens ``there`` is not as they were made ``anew``, a line for each case."""
+    found = []
+    for oracle in checkpoint.ORACLES:
+        names = [checkpoint.names(oracle, folder) for folder in (there, anew)]
+        found += [f"{oracle}/{name}: in one of them only" for name in sorted(set(names[0]) ^ set(names[1]))]
+        for name in sorted(set(names[0]) & set(names[1])):
+            (meta, one), (other_meta, other) = (checkpoint.load(oracle, name, folder) for folder in (there, anew))
+            said = [
+                key for key in sorted(one.keys() | other.keys()) if not _same(one.get(key), other.get(key), tolerance)
+            ]
+            said += ["what is said of it"] if meta != other_meta else []
+            found += [f"{oracle}/{name}: {', '.join(said)}"] if said else []
+    return found
+
+
+def _same(one: np.ndarray | None, other: np.ndarray | None, tolerance: float) -> bool:
+    if one is None or other is None or one.dtype != other.dtype:
+        return False
+    if one.dtype.kind != "f":
+        return np.array_equal(one, other)
+    return difference(one, other) <= tolerance * float(np.abs(one).max(initial=0.0))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--goldens", type=Path, default=checkpoint.GOLDENS)
     parser.add_argument("--tolerance", type=float, default=1e-5)
     parser.add_argument("--files", action="store_true", help="also how the configs and the names of tensors differ")
+    parser.add_argument("--anew", type=Path, metavar="FOLDER", help="goldens made anew, to hold these against")
     options = parser.parse_args()
+    if options.anew is not None:
+        found = changed(options.goldens, options.anew, options.tolerance)
+        print("\n".join(found) or "the goldens are what was made anew")
+        return 1 if found else 0
     old, new = checkpoint.ORACLES
     names = {oracle: checkpoint.names(oracle, options.goldens) for oracle in checkpoint.ORACLES}
     for name in dict.fromkeys(names[old] + names[new]):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvad.checkpoint.native import load
 from kvad.train.config import RunConfig
-from kvad.train.job import RUN_FILE, resume, train
-from kvad.train.toml import dumps, run_file
+from kvad.train.job import resume, train
+from kvad.train.toml import RUN_FILE, dumps, run_file
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 KEYS = TEXTS | st.text(string.ascii_letters + "_-", min_size=1, max_size=5)

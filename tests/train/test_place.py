@@ -1,0 +1,100 @@
+"""Where a run may lie: nothing that is not a run's is written over, whatever its name."""
+
+import pytest
+
+from kvad.cli.main import main
+
+SMALL = [
+    "--preset",
+    "tiny",
+    "--tokenizer",
+    "byte",
+    "--context",
+    "16",
+    "--batch",
+    "2",
+    "--steps",
+    "1",
+    "--precision",
+    "fp32",
+]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("one after another, " * 40)
+    return path
+
+
+def train(*words):
+    return main(["train", *map(str, words), *SMALL])
+
+
+def everything(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def put(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("there", "named", "words"),
+    [
+        ("data/text.txt", "data/text.txt", "data is there"),  # a file of it is the corpus
+        ("data/text.txt", "data", "data is there"),
+        ("data/mine/notes.md", None, "data is there, and a run of {out} writes its tokens there"),
+        ("data/0/notes.md", None, "data is there"),
+        ("data", None, "data is there"),  # a file
+        ("run.toml", None, "run.toml is there, and a run of {out} writes its configuration there"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--overwrite",), ("--dry-run",)])
+def test_what_is_no_runs_stays(tmp_path, text, capsys, there, named, words, more):
+    out = tmp_path / "proj"
+    put(out / there, "a text of the user's, " * 40)
+    before = everything(out)
+    assert train(text if named is None else out / named, "--out", out, *more) == 2
+    said = capsys.readouterr().err
+    expected = words.format(out=out) if named is None else "lies in" if "--dry" else words
+    assert expected in said and "choose another --out" in said, said
+    assert everything(out) == before
+
+
+def test_pairs_and_parts_of_a_mixture_are_looked_at_too(tmp_path, text, capsys):
+    out = tmp_path / "proj"
+    pairs = put(out / "data" / "pairs.tsv", "a b\tb a\n" * 40)
+    assert train(pairs, "--out", out, "--preset", "transformer-tiny") == 2
+    assert "pairs.tsv lies in" in capsys.readouterr().err
+    parts = f'data.sources=[{{"paths": ["{pairs}"], "weight": 1}}]'
+    assert train("--out", out, "--set", parts) == 2
+    assert "pairs.tsv lies in" in capsys.readouterr().err
+    assert pairs.read_text() == "a b\tb a\n" * 40
+
+
+def test_a_prepared_folder_in_the_place_of_a_runs_tokens_stays(tmp_path, text, capsys):
+    out = tmp_path / "proj"
+    assert main(["data", "prepare", str(text), "--out", str(out / "data"), "--tokenizer", "byte"]) == 0
+    before = everything(out)
+    for corpus in (text, out / "data"):
+        assert train(corpus, "--out", out) == 2
+        assert everything(out) == before
+    capsys.readouterr()
+
+
+def test_what_a_run_left_gives_way(tmp_path, text, capsys):
+    """Of a run that died before its first checkpoint, and of one that is to be overwritten; a mixture's too."""
+    out = tmp_path / "run"
+    other = put(tmp_path / "other.txt", "quite another text, " * 40)
+    assert train(text, "--out", out) == 0
+    assert train(other, "--out", out) == 2 and "--overwrite" in capsys.readouterr().err
+    assert train(other, "--out", out, "--overwrite") == 0
+    mixed = f'data.sources=[{{"paths": ["{text}"]}}, {{"paths": ["{other}"]}}]'
+    assert train("--out", out, "--set", mixed, "--overwrite") == 0
+    assert {"0", "1"} <= {path.name for path in (out / "data").iterdir()}
+    assert train(text, "--out", out, "--overwrite") == 0
+    assert not (out / "data" / "0").exists()
+    capsys.readouterr()
