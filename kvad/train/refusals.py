@@ -14,9 +14,8 @@ from kvad.train.config import RunConfig, TrainConfig, WatchConfig
 from kvad.train.events import require as require_events
 from kvad.train.material import Named
 from kvad.train.pairs import PairPaths
-from kvad.train.prepared import is_prepared
 from kvad.train.reports import Callback
-from kvad.train.store import MANIFEST, is_store
+from kvad.train.store import MANIFEST, is_prepared, is_store
 from kvad.train.toml import RUN_FILE, is_run_file
 
 __all__ = ["TOKENS", "check_machine", "check_out", "check_place", "check_run", "check_watched", "nothing_left"]
