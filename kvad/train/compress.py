@@ -194,11 +194,8 @@ class _Run:
             clock=clock,
             whence=self.material.whence,
         )
-        try:
-            with within(lambda: _outgrown(state)):
-                return trainer.fit()
-        finally:
-            metrics.close()
+        with metrics, within(lambda: _outgrown(state)):
+            return trainer.fit()
 
     def _moment(self, state: State) -> Moment:
         content = progress(self.config, self.corpus, self.material, state)

@@ -271,11 +271,8 @@ class _Run:
             whence=self.material.whence,
             peers=self.peers,
         )
-        try:
-            with within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):
-                return trainer.fit()
-        finally:
-            metrics.close()
+        with metrics, within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):
+            return trainer.fit()
 
     def _outgrown(self, where: str, *, half: bool) -> MemoryPlanError:
         own = [parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad]

@@ -2,7 +2,8 @@
 
 One JSON object per line; ``kind`` is ``run`` (what is trained, and where), ``step``, ``eval``, ``samples`` (what a
 few held-out sources become), ``measured`` (what a listener found out), ``warning`` or ``end``.  After a resume the file
-says what an uninterrupted run's would: lines of steps that are to be done again are dropped first.
+says what an uninterrupted run's would, for lines of steps that are to be done again are dropped first; beside that, the
+step at which a run was stopped keeps its line.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from kvad.checkpoint.atomic import refused, write_bytes
+from kvad.errors import SaveError
 from kvad.train.reports import (
     Callback,
     EvalReport,
@@ -26,7 +29,7 @@ from kvad.train.reports import (
     WarningReport,
 )
 
-__all__ = ["MetricsFile", "Speed", "read_metrics"]
+__all__ = ["Logged", "MetricsFile", "Speed", "read_metrics"]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -42,11 +45,42 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-class MetricsFile(Callback):
-    """Appends lines, each handed to the system at once; the first step is logged, and every ``log_every``-th."""
+class Logged(Callback):
+    """Which steps are logged: the first, every ``log_every``-th, each that is evaluated, and the last before a run ends,
+    however it does.  A run that is done has evaluated its last step before it saves it: no kill leaves it out."""
+
+    def __init__(self, log_every: int) -> None:
+        self._log_every = log_every
+        self._left: StepReport | None = None  # of the newest step, until it is logged
+
+    def log(self, report: StepReport) -> None:
+        """Called once for each of these steps, in their order."""
+        raise NotImplementedError
+
+    def catch_up(self) -> None:
+        """Log the newest step, if it is not yet."""
+        report, self._left = self._left, None
+        if report is not None:
+            self.log(report)
+
+    def on_step(self, report: StepReport) -> None:
+        self._left = report
+        if report.step == 1 or report.step % self._log_every == 0:
+            self.catch_up()
+
+    def on_eval(self, report: EvalReport) -> None:
+        self.catch_up()
+
+    def on_end(self, outcome: Outcome) -> None:
+        self.catch_up()
+
+
+class MetricsFile(Logged):
+    """Appends lines, each handed to the system at once."""
 
     def __init__(self, path: Path, log_every: int) -> None:
-        self.path, self._log_every = path, log_every
+        super().__init__(log_every)
+        self.path = path
         self._file: TextIO | None = None
 
     def on_start(self, report: StartReport) -> None:
@@ -56,11 +90,11 @@ class MetricsFile(Callback):
         write_bytes(self.path, _lines(kept).encode())
         self._file = self.path.open("a", encoding="utf-8")
 
-    def on_step(self, report: StepReport) -> None:
-        if report.step == 1 or report.step % self._log_every == 0:
-            self._write("step", dataclasses.asdict(report))
+    def log(self, report: StepReport) -> None:
+        self._write("step", dataclasses.asdict(report))
 
     def on_eval(self, report: EvalReport) -> None:
+        super().on_eval(report)
         self._write("eval", dataclasses.asdict(report))
 
     def on_samples(self, report: SamplesReport) -> None:
@@ -73,12 +107,25 @@ class MetricsFile(Callback):
         self._write("warning", dataclasses.asdict(report))
 
     def on_end(self, outcome: Outcome) -> None:
+        super().on_end(outcome)
         if outcome.reason == "done":
             self._write("end", {**dataclasses.asdict(outcome), "checkpoint": outcome.checkpoint.name})
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Of a run that an error ended, that error is told, and not what the disk refuses beside it."""
+        with nullcontext() if error is None else suppress(OSError, SaveError):
+            self.close()
+
     def close(self) -> None:
+        """Logs the newest step first, also of a run that did not come to its end."""
         if self._file is not None:
-            self._file.close()
+            try:
+                self.catch_up()
+            finally:
+                self._file.close()
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         assert self._file is not None, "on_start comes first"
