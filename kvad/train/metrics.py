@@ -46,8 +46,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Logged(Callback):
-    """Which steps are logged: the first, every ``log_every``-th, each that is evaluated, and the last before a run ends,
-    however it does.  A run that is done has evaluated its last step before it saves it: no kill leaves it out."""
+    """Which steps are logged: the first, every ``log_every``-th, each that is evaluated, and the last before a run
+    ends, however it does.  A run that is done has evaluated its last step before it saves it: no kill leaves it out."""
 
     def __init__(self, log_every: int) -> None:
         self._log_every = log_every

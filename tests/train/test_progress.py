@@ -158,12 +158,14 @@ def test_what_is_evaluated_is_logged_before_it_and_what_is_last_at_the_end(tmp_p
 
 def test_what_the_disk_refuses_at_the_end_is_not_said_in_the_place_of_the_error(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl", log_every=10)
-    with pytest.raises(NumericalError), metrics:
-        metrics.on_start(START)
-        metrics.on_step(step(2))
+    metrics.on_start(START)
+    with Path("/dev/full").open("a") as full:
         metrics._file.close()
-        metrics._file = Path("/dev/full").open("a")
-        raise NumericalError("not finite")
+        metrics._file = full
+        error = NumericalError("not finite")
+        metrics.on_step(step(2))
+        with pytest.raises(NumericalError), metrics:
+            raise error
 
 
 def test_speed_forgets_what_is_long_ago():
