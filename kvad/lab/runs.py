@@ -48,7 +48,8 @@ LABELS = {"steps": "step", "tokens": "tokens learned", "seconds": "seconds of tr
 @dataclass(frozen=True)
 class Summary:
     """What came of a run, as far as it has come.  ``loss``: smoothed; ``best``: the lowest validation loss, after
-    ``best_step`` steps; ``tokens_per_second`` over the whole run, evaluations and saves among its seconds."""
+    ``best_step`` steps; ``tokens_per_second`` over the whole run, evaluations and saves among its seconds; ``failed``:
+    by what error it ended."""
 
     parameters: int
     steps: int
@@ -65,6 +66,7 @@ class Summary:
     device: str
     threads: int
     finished: bool
+    failed: str | None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Run:
     steps: Sequence[Mapping[str, Any]]
     evals: Sequence[Mapping[str, Any]]
     finished: bool
+    failed: str | None
     config: Mapping[str, Any]
     model: ModelConfig | None
     tokenizer: str | None
@@ -104,6 +107,7 @@ class Run:
             device=self.start.get("device", ""),
             threads=self.start.get("threads", 0),
             finished=self.finished,
+            failed=self.failed,
         )
 
 
@@ -131,13 +135,16 @@ def read_run(path: Path, name: str = "") -> Run:
         raise DataError(f"{path} is no run: it holds no metrics.jsonl", "name the --out of a kvad train")
     lines = read_lines(path / "metrics.jsonl")
     steps = [line for line in lines if line.get("kind") == "step" and _finite(line.get("loss"))]
+    failed = next((str(line.get("text", "")) for line in lines if line.get("kind") == "failed"), None)
+    if not steps and failed is not None:
+        raise DataError(f"{path} failed before it had logged a step: {failed}", "start it again")
     if not steps:
         raise DataError(f"{path} has logged no step yet", "wait for its first one")
     evals = [line for line in lines if line.get("kind") == "eval" and _finite(line.get("val_loss"))]
     start = next((line for line in lines if line.get("kind") == "run"), {})
     done = any(line.get("kind") == "end" for line in lines)
     config, model, tokenizer, data = _saved(path)
-    return Run(name or path.name, path, start, steps, evals, done, config, model, tokenizer, data)
+    return Run(name or path.name, path, start, steps, evals, done, failed, config, model, tokenizer, data)
 
 
 def _finite(value: object) -> bool:
@@ -228,8 +235,8 @@ def _built(run: Run, same: bool) -> dict[str, Any]:
 
 
 def cautions(runs: Sequence[Run]) -> list[str]:
-    """Why losses, or validation losses, of these runs say nothing about each other."""
-    found = []
+    """Which of them failed, and why losses, or validation losses, of these runs say nothing about each other."""
+    found = [f"{run.name} failed: {run.failed}" for run in runs if run.failed is not None]
     if unsaved := [run.name for run in runs if run.data is None]:
         found.append(f"no checkpoint of {', '.join(unsaved)} yet: its tokenizer and its texts are not known")
     if len({run.tokenizer for run in runs if run.tokenizer is not None}) > 1:

@@ -28,7 +28,6 @@ from kvad.train.config import RunConfig, TokenizerConfig
 from kvad.train.distil import Distillation
 from kvad.train.job import (
     METRICS,
-    RUN_FILE,
     Clock,
     check_differences,
     eventful,
@@ -41,9 +40,9 @@ from kvad.train.memory import within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import Optimization
-from kvad.train.refusals import check_machine, check_out, check_run, holds_run, nothing_left
+from kvad.train.refusals import RUN_FILE, check_begun, check_machine, check_out, check_run, holds_run, nothing_left
 from kvad.train.reports import Callback, Outcome
-from kvad.train.saver import Moment, Saver
+from kvad.train.saver import Moment, Saver, left
 from kvad.train.speed import refuse
 from kvad.train.toml import run_file
 from kvad.train.trainer import State, Trainer
@@ -110,6 +109,7 @@ def resume(
 
 def stored_run(out: Path) -> tuple[RunConfig, Named]:
     """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
+    check_begun(out)
     found = open_compressor(out)
     state = _training(found).state
     check_run(out)
@@ -119,8 +119,8 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
         raise CheckpointError(f"{found.path}: its training state has no {error}") from error
 
 
-def _outgrown(state: State) -> MemoryPlanError:
-    hint = "the last checkpoint is whole; what takes less: a lower train.batch, a lower data.context"
+def _outgrown(state: State, left: str) -> MemoryPlanError:
+    hint = f"{left}; what takes less: a lower train.batch, a lower data.context"
     return MemoryPlanError(f"out of memory in step {state.step + 1}", hint)
 
 
@@ -182,6 +182,7 @@ class _Run:
         write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
         autocast = Autocast(resolve_precision(train.precision, train.device), train.device)
         aim = Distillation(self.model, self.compressor, self.config.compress, autocast)
+        saver = Saver(lambda: self._moment(state), self._write, beside=train.save_beside, there=stored is not None)
         trainer = Trainer(
             self.compressor,
             aim,
@@ -189,12 +190,12 @@ class _Run:
             self.material.data,
             train,
             state,
-            Saver(lambda: self._moment(state), self._write, beside=train.save_beside),
+            saver,
             callbacks=[metrics, *eventful(self.out, train), *callbacks],
             clock=clock,
             whence=self.material.whence,
         )
-        with metrics, within(lambda: _outgrown(state)):
+        with metrics, within(lambda: _outgrown(state, left(saver.there))):
             return trainer.fit()
 
     def _moment(self, state: State) -> Moment:

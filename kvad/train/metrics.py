@@ -1,9 +1,10 @@
 """What a run measures: a JSONL file that survives kills, and a steady estimate of speed.
 
 One JSON object per line; ``kind`` is ``run`` (what is trained, and where), ``step``, ``eval``, ``samples`` (what a
-few held-out sources become), ``measured`` (what a listener found out), ``warning`` or ``end``.  After a resume the file
-says what an uninterrupted run's would, for lines of steps that are to be done again are dropped first; beside that, the
-step at which a run was stopped keeps its line.
+few held-out sources become), ``measured`` (what a listener found out), ``warning``, ``end``, or ``failed`` (what error
+ended it, and after which step; a kill writes nothing).  After a resume the file says what an uninterrupted run's would,
+for lines of steps that are to be done again are dropped first; beside that, the step at which a run was stopped keeps
+its line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from kvad.checkpoint.atomic import refused, write_bytes
-from kvad.errors import SaveError
+from kvad.errors import KvadError, SaveError
 from kvad.train.reports import (
     Callback,
     EvalReport,
@@ -82,13 +83,18 @@ class MetricsFile(Logged):
         super().__init__(log_every)
         self.path = path
         self._file: TextIO | None = None
+        self._step = 0  # how many are done
 
     def on_start(self, report: StartReport) -> None:
         kept = [line for line in read_metrics(self.path) if _step(line) <= report.step] if report.step else []
         if not kept:
             kept = [{"kind": "run", **dataclasses.asdict(report)}]
         write_bytes(self.path, _lines(kept).encode())
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file, self._step = self.path.open("a", encoding="utf-8"), report.step
+
+    def on_step(self, report: StepReport) -> None:
+        self._step = report.step
+        super().on_step(report)
 
     def log(self, report: StepReport) -> None:
         self._write("step", dataclasses.asdict(report))
@@ -117,15 +123,16 @@ class MetricsFile(Logged):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Of a run that an error ended, that error is told, and not what the disk refuses beside it."""
         with nullcontext() if error is None else suppress(OSError, SaveError):
+            self.catch_up()
+            if isinstance(error, Exception) and self._file is not None:
+                text = error.message if isinstance(error, KvadError) else str(error)
+                self._write("failed", {"step": self._step, "text": text})
+        with nullcontext() if error is None else suppress(OSError):
             self.close()
 
     def close(self) -> None:
-        """Logs the newest step first, also of a run that did not come to its end."""
         if self._file is not None:
-            try:
-                self.catch_up()
-            finally:
-                self._file.close()
+            self._file.close()
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         assert self._file is not None, "on_start comes first"
@@ -137,7 +144,7 @@ class MetricsFile(Logged):
 
 
 def _step(line: dict[str, Any]) -> float:
-    if line.get("kind") == "end":
+    if line.get("kind") in ("end", "failed"):
         return math.inf
     step = line.get("step", 0)
     return float(step) if isinstance(step, int | float) else math.inf

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kvad.checkpoint.folder import locate, steps_of
+from kvad.checkpoint.folder import CONFIG, locate, steps_of
 from kvad.errors import CheckpointError, ConfigError, UsageError
 from kvad.train.config import TrainConfig, WatchConfig
 from kvad.train.events import require as require_events
@@ -16,8 +16,18 @@ from kvad.train.material import Named
 from kvad.train.pairs import PairPaths
 from kvad.train.reports import Callback
 
-__all__ = ["check_machine", "check_out", "check_run", "check_watched", "holds_run", "nothing_left"]
+__all__ = [
+    "RUN_FILE",
+    "check_begun",
+    "check_machine",
+    "check_out",
+    "check_run",
+    "check_watched",
+    "holds_run",
+    "nothing_left",
+]
 
+RUN_FILE = "run.toml"  # in a run's folder: its configuration
 TEXTS = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a corpus would take for text
 
 
@@ -29,6 +39,15 @@ def holds_run(out: Path, overwrite: bool) -> bool:
             f"{out} already holds a run ({earlier[-1].name})", "go on with --resume, or choose another --out"
         )
     return bool(earlier)
+
+
+def check_begun(out: Path) -> None:
+    """CheckpointError for the folder of a run that ended before its first checkpoint."""
+    if steps_of(out) or (out / CONFIG).is_file():
+        return
+    if (out / RUN_FILE).is_file():
+        again = f"start it again: kvad train {out / RUN_FILE} CORPUS --out {out} (its second line says what CORPUS was)"
+        raise CheckpointError(f"{out} holds a run that has no checkpoint yet", again)
 
 
 def check_run(out: Path) -> None:
