@@ -146,7 +146,10 @@ def subject_of(config: RunConfig) -> tuple[Opened, Tokenizer]:
             f"compress.model: {wanted.model} came without a tokenizer", "put its tokenizer.json beside it"
         )
     if config.data.context > opened.config.limit:
-        raise ConfigError(f"data.context: {config.data.context} is beyond the model's limit of {opened.config.limit}")
+        limit = opened.config.limit
+        raise ConfigError(
+            f"data.context: {config.data.context} is beyond the model's limit of {limit}", f"--context {limit} fits"
+        )
     wanted.check_context(config.data.context)
     if config.data.packing not in ("auto", "split") or not (config.data.reset and config.data.isolate):
         raise ConfigError("data: a compressor learns from rows cut from the corpus", "leave packing, reset and isolate")
