@@ -98,9 +98,11 @@ def prepare(
     from kvad.train.material import Material
     from kvad.train.prepared import check_free
     from kvad.train.prepared import prepare as write
+    from kvad.train.refusals import check_place
     from kvad.train.start import start_of
 
     check_free(out, overwrite)
+    check_place(out)
 
     share = number_in(validation)
     places = {"format": kind, **flags, "validation": share}

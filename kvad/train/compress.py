@@ -40,7 +40,16 @@ from kvad.train.memory import within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import Optimization
-from kvad.train.refusals import RUN_FILE, check_begun, check_machine, check_out, check_run, holds_run, nothing_left
+from kvad.train.refusals import (
+    RUN_FILE,
+    check_begun,
+    check_machine,
+    check_out,
+    check_place,
+    check_run,
+    holds_run,
+    nothing_left,
+)
 from kvad.train.reports import Callback, Outcome
 from kvad.train.saver import Moment, Saver, left
 from kvad.train.speed import refuse
@@ -66,6 +75,7 @@ def train(
     """
     check_out(out, corpus, config.data.suffixes)
     earlier = holds_run(out, overwrite)
+    check_place(out)
     check_machine(config.train)
     refuse(config.train)
     opened, tokenizer = subject_of(config)

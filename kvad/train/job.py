@@ -48,6 +48,7 @@ from kvad.train.refusals import (
     check_begun,
     check_machine,
     check_out,
+    check_place,
     check_run,
     check_watched,
     holds_run,
@@ -114,6 +115,8 @@ def train(
     for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
         check_out(out, source, config.data.suffixes)
     earlier = holds_run(out, overwrite)
+    if peers.leads:
+        check_place(out)
     check_machine(config.train)
     peers.check(config.train)
     check_watched(config.watch, callbacks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvad.checkpoint.folder import CONFIG, locate, steps_of
-from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.train.config import TrainConfig, WatchConfig
 from kvad.train.events import require as require_events
 from kvad.train.material import Named
@@ -21,6 +22,7 @@ __all__ = [
     "check_begun",
     "check_machine",
     "check_out",
+    "check_place",
     "check_run",
     "check_watched",
     "holds_run",
@@ -75,6 +77,25 @@ def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
                 f"{out} lies inside the corpus {folder}: a later run would read this one's files as text",
                 "choose another --out, or say which files are text with --suffix",
             )
+
+
+def check_place(out: Path) -> None:
+    """A folder that can be made and written into; it is made, and taken away again.
+
+    UsageError where a file is in its way, SaveError where the disk refuses."""
+    missing = [path for path in (out, *out.parents) if not path.exists()]
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"{there} is a file, and {out} is to be a folder", "choose another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        Path(tempfile.mkdtemp(prefix=".", dir=out)).rmdir()
+    except OSError as error:
+        raise SaveError(f"cannot write {out}: {error.strerror or error}", "choose another --out") from error
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def check_watched(watch: WatchConfig, callbacks: Sequence[Callback]) -> None:
