@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvad.train.config import RunConfig
 
 __all__ = ["console", "emit_json", "figures_option", "format_bytes", "json_line", "json_option", "model_argument"]
-__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "number_in", "parse_bytes", "run_config", "since", "token_ids"]
+__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "number_in", "parse_bytes", "since", "token_ids", "with_rows"]
 __all__ += ["words_folder"]
 
 Counts = TypeVar("Counts", bound="DataclassInstance")
@@ -192,14 +192,11 @@ def format_bytes(num_bytes: int | float) -> str:
     return f"{size / 1024:.2f} TiB"
 
 
-def run_config(tables: Mapping[str, Any], stored: RunConfig | None = None) -> RunConfig:
-    """The run that a run file's tables say.  One that goes on from a checkpoint, and does not say how long its rows
-    are, has them as long as the model holds, or as its own ``stored`` configuration says.
+def with_rows(config: RunConfig, tables: Mapping[str, Any], stored: RunConfig | None = None) -> RunConfig:
+    """The same as the run file's ``tables`` say it; where they do not say how long rows are, and it goes on from a
+    checkpoint, they are as long as that model holds, or as the run's own ``stored`` configuration has them.
 
-    Raises ConfigError, and CheckpointError for a model that cannot be opened."""
-    from kvad.train.config import RunConfig
-
-    config = RunConfig.from_dict(tables)
+    Raises CheckpointError for a model that cannot be opened."""
     if "context" in tables.get("data", {}) or (config.init is None and config.compress.model is None):
         return config
     if stored is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import console, emit_json, json_option, number_in, run_config
+from kvad.cli.common import console, emit_json, json_option, number_in, with_rows
 from kvad.errors import UsageError, counted, nearest
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def train(
     kvad train corpus/ --objective compress --init runs/mine --set ratio=8 --out runs/summaries
     """
     from kvad.train.board import progress_on
-    from kvad.train.config import read_toml
+    from kvad.train.config import RunConfig, read_toml
 
     if resume and overwrite:
         raise UsageError("--resume and --overwrite contradict each other")
@@ -187,16 +187,18 @@ def train(
     if run_file is not None:
         table = read_toml(run_file)
     flags["validation"] = share = number_in(validation)
-    config = run_config(_with_flags(table, flags, tokenizer, assignments), stored)
+    table = _with_flags(table, flags, tokenizer, assignments)
+    config = RunConfig.from_dict(table)
+    peers = None if dry_run else _peers(config)
+    config = with_rows(config, table, stored)
     held = [(Path(validation),)] if validation is not None and share is None else []
     named = _named(corpus, pairs, [*held, *validation_pairs])
-    if dry_run:
+    if peers is None:
         from kvad.cli.train_plan import show
 
         show(config, named, out, overwrite=overwrite, as_json=as_json)
         return
     assert out is not None
-    peers = _peers(config)
     progress = progress_on(console())
     try:
         outcome = _run(config, named, out, [progress, *_watchers(config)], peers, resume=resume, overwrite=overwrite)
