@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from rich.console import Console
 
+    from kvad.train.config import RunConfig
+
 __all__ = ["console", "emit_json", "figures_option", "format_bytes", "json_line", "json_option", "model_argument"]
-__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "number_in", "parse_bytes", "since", "token_ids", "words_folder"]
+__all__ += ["FORMAT", "SIZE", "Line", "Size", "given", "number_in", "parse_bytes", "since", "token_ids", "with_rows"]
+__all__ += ["words_folder"]
 
 Counts = TypeVar("Counts", bound="DataclassInstance")
 
@@ -187,3 +190,17 @@ def format_bytes(num_bytes: int | float) -> str:
         if abs(size) < 1023.995:
             return f"{size:.2f} {unit}"
     return f"{size / 1024:.2f} TiB"
+
+
+def with_rows(config: RunConfig, tables: Mapping[str, Any], stored: RunConfig | None = None) -> RunConfig:
+    """The same as the run file's ``tables`` say it; where they do not say how long rows are, and it goes on from a
+    checkpoint, they are as long as that model holds, or as the run's own ``stored`` configuration has them.
+
+    Raises CheckpointError for a model that cannot be opened."""
+    if "context" in tables.get("data", {}) or (config.init is None and config.compress.model is None):
+        return config
+    if stored is not None:
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, context=stored.data.context))
+    from kvad.train.start import shortened
+
+    return shortened(config)

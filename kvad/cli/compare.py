@@ -107,7 +107,7 @@ def _best(summary: Summary) -> str:
 
 RESULTS = (
     ("parameters", lambda s: f"{s.parameters:,}"),
-    ("steps", lambda s: f"{s.steps:,}" + ("" if s.finished else " so far")),
+    ("steps", lambda s: f"{s.steps:,}" + ("" if s.finished else " so far" if s.failed is None else ", failed")),
     ("tokens", lambda s: f"{s.tokens:,}"),
     ("loss, smoothed", lambda s: _loss(s.loss)),
     ("validation", lambda s: _loss(s.validation)),

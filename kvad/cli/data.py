@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import console, emit_json, json_option, number_in
+from kvad.cli.common import console, emit_json, json_option, number_in, with_rows
 from kvad.errors import DataError, UsageError, counted
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def prepare(
     from kvad.train.start import start_of
 
     check_free(out, overwrite)
+    check_writable(out)
 
     share = number_in(validation)
     places = {"format": kind, **flags, "validation": share}
@@ -291,7 +292,7 @@ def _config(
     for name, more in (("data", made), ("tokenizer", sizes), ("objective", kind)):
         if isinstance(tables.get(name, {}), dict):  # what is no table is refused by RunConfig, by name
             tables[name] = {**tables.get(name, {}), **more}
-    config = RunConfig.from_dict(tables)
+    config = with_rows(RunConfig.from_dict(tables), tables)
     if config.data.sources:
         raise UsageError("data.sources is a mixture, and one source is prepared at a time", "name its paths instead")
     if config.data.order == "stream":
@@ -347,7 +348,7 @@ def _named(texts: Sequence[Path], pairs: Sequence[tuple[Path, Path]], held: Sequ
 
 def _run(run: Path, named: Named) -> tuple[RunConfig, Named]:
     """Of a run's folder or a run file: its configuration, and what it is trained on."""
-    from kvad.train.config import RunConfig
+    from kvad.train.config import RunConfig, read_toml
     from kvad.train.job import stored_run
     from kvad.train.pairs import PairPaths
 
@@ -355,7 +356,8 @@ def _run(run: Path, named: Named) -> tuple[RunConfig, Named]:
     if run.is_dir():
         config, its_own = stored_run(run)
         return config, named if given else its_own
-    config = RunConfig.load(run)
+    tables = read_toml(run)
+    config = with_rows(RunConfig.from_dict(tables), tables)
     if not given and not config.data.sources:
         raise DataError("no data was named", "kvad data check RUN.toml DATA")
     return config, named

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvad.cli.common import console, emit_json, json_option, number_in
+from kvad.cli.common import console, emit_json, json_option, number_in, with_rows
 from kvad.errors import UsageError, counted, nearest
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ TWO_PATHS = (click.Path(path_type=Path), click.Path(path_type=Path))
 )
 @click.option("--tokenizer", metavar="KIND|PATH", help="bpe, byte, char, word, or a tokenizer to load.  [default: bpe]")
 @click.option("--vocab-size", type=int, help="Ceiling of the vocabulary.  [default: 4096]")
-@click.option("--context", type=int, help="Tokens of a training row.  [default: 256]")
+@click.option("--context", type=int, help="Tokens of a training row.  [default: 256; with --init at most its limit]")
 @click.option(
     "--suffix", "suffixes", multiple=True, metavar=".EXT", help="Which files of a folder.  [default: all text]"
 )
@@ -182,23 +182,23 @@ def train(
         if run_file is not None:
             raise UsageError(f"{corpus[0]} and --config {run_file}: one run file is enough")
         run_file, corpus = corpus[0], corpus[1:]
-    table: dict[str, Any] = {}
+    stored = _stored_run(out) if resume and out is not None else None
+    table = {} if stored is None else stored.to_dict()
     if run_file is not None:
         table = read_toml(run_file)
-    elif resume:
-        assert out is not None
-        table = _stored_run(out).to_dict()
     flags["validation"] = share = number_in(validation)
-    config = RunConfig.from_dict(_with_flags(table, flags, tokenizer, assignments))
+    table = _with_flags(table, flags, tokenizer, assignments)
+    config = RunConfig.from_dict(table)
+    peers = None if dry_run else _peers(config)
+    config = with_rows(config, table, stored)
     held = [(Path(validation),)] if validation is not None and share is None else []
     named = _named(corpus, pairs, [*held, *validation_pairs])
-    if dry_run:
+    if peers is None:
         from kvad.cli.train_plan import show
 
         show(config, named, out, overwrite=overwrite, as_json=as_json)
         return
     assert out is not None
-    peers = _peers(config)
     progress = progress_on(console())
     try:
         outcome = _run(config, named, out, [progress, *_watchers(config)], peers, resume=resume, overwrite=overwrite)

@@ -1,8 +1,9 @@
 """Training runs held against each other: what differs in their configurations, what came of it, and their curves.
 
 A run is read from its folder: ``metrics.jsonl``, and the newest checkpoint's ``training/state.json`` for what it was
-configured as (before there is one: ``run.toml``), on what texts and with which tokenizer.  No torch, and no weight is
-read.
+configured as (before there is one: ``run.toml``), on what texts and with which tokenizer.  Models are held against each
+other as what they are, however they were written; one that began as a checkpoint is what ``model.init`` names.  No
+torch, and no weight is read.
 
 A loss is nats per token, and a token is what the tokenizer makes of a text: losses of two tokenizers, or of two
 objectives, say nothing about each other, and :func:`cautions` says so.  Smoothed is a moving average of the logged
@@ -19,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from kvad.checkpoint.folder import TRAINING, read_json, steps_of
-from kvad.errors import DataError, KvadError
+from kvad.config import ModelConfig, meaning
+from kvad.errors import ConfigError, DataError, KvadError
 from kvad.lab.plot import Panel, Series, draw_loss, draw_panels, read_lines
 from kvad.text.tokenizer import load_tokenizer
-from kvad.train.config import read_toml
+from kvad.train.config import RunConfig, read_toml
 
 __all__ = [
     "AXES",
@@ -46,7 +48,8 @@ LABELS = {"steps": "step", "tokens": "tokens learned", "seconds": "seconds of tr
 @dataclass(frozen=True)
 class Summary:
     """What came of a run, as far as it has come.  ``loss``: smoothed; ``best``: the lowest validation loss, after
-    ``best_step`` steps; ``tokens_per_second`` over the whole run, evaluations and saves among its seconds."""
+    ``best_step`` steps; ``tokens_per_second`` over the whole run, evaluations and saves among its seconds; ``failed``:
+    by what error it ended."""
 
     parameters: int
     steps: int
@@ -63,12 +66,14 @@ class Summary:
     device: str
     threads: int
     finished: bool
+    failed: str | None
 
 
 @dataclass(frozen=True)
 class Run:
-    """``config``: its tables, by dotted key, and ``corpus``.  ``tokenizer``: its fingerprint, None where no checkpoint
-    holds one; ``data``: the fingerprint of its tokens, None before there is a checkpoint."""
+    """``config``: its tables, by dotted key, and ``corpus``; ``model``: what its [model] means (vocab 1 unless it says
+    another), None where that cannot be told from it.  ``tokenizer``: its fingerprint, None where no checkpoint holds
+    one; ``data``: the fingerprint of its tokens, None before there is a checkpoint."""
 
     name: str
     path: Path
@@ -76,7 +81,9 @@ class Run:
     steps: Sequence[Mapping[str, Any]]
     evals: Sequence[Mapping[str, Any]]
     finished: bool
+    failed: str | None
     config: Mapping[str, Any]
+    model: ModelConfig | None
     tokenizer: str | None
     data: str | None
 
@@ -100,6 +107,7 @@ class Run:
             device=self.start.get("device", ""),
             threads=self.start.get("threads", 0),
             finished=self.finished,
+            failed=self.failed,
         )
 
 
@@ -127,35 +135,57 @@ def read_run(path: Path, name: str = "") -> Run:
         raise DataError(f"{path} is no run: it holds no metrics.jsonl", "name the --out of a kvad train")
     lines = read_lines(path / "metrics.jsonl")
     steps = [line for line in lines if line.get("kind") == "step" and _finite(line.get("loss"))]
+    failed = next((str(line.get("text", "")) for line in lines if line.get("kind") == "failed"), None)
+    if not steps and failed is not None:
+        raise DataError(f"{path} failed before it had logged a step: {failed}", "start it again")
     if not steps:
         raise DataError(f"{path} has logged no step yet", "wait for its first one")
     evals = [line for line in lines if line.get("kind") == "eval" and _finite(line.get("val_loss"))]
     start = next((line for line in lines if line.get("kind") == "run"), {})
     done = any(line.get("kind") == "end" for line in lines)
-    config, tokenizer, data = _saved(path)
-    return Run(name or path.name, path, start, steps, evals, done, config, tokenizer, data)
+    config, model, tokenizer, data = _saved(path)
+    return Run(name or path.name, path, start, steps, evals, done, failed, config, model, tokenizer, data)
 
 
 def _finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _saved(path: Path) -> tuple[dict[str, Any], str | None, str | None]:
-    """Configuration, tokenizer and tokens, as the newest checkpoint has them."""
+def _saved(path: Path) -> tuple[dict[str, Any], ModelConfig | None, str | None, str | None]:
+    """Configuration, model, tokenizer and tokens, as the newest checkpoint has them."""
     found = steps_of(path)
     if not found or not (found[-1] / TRAINING / "state.json").is_file():
         file = path / "run.toml"
-        return (dict(_flat(read_toml(file))) if file.is_file() else {}), None, None
+        return (*(_read(read_toml(file)) if file.is_file() else ({}, None)), None, None)
     state = read_json(found[-1] / TRAINING / "state.json")
-    config = dict(_flat(state.get("run", {})))
-    if config.get("objective.kind") != "compress":  # as run.toml leaves it out
-        config = {key: value for key, value in config.items() if not key.startswith("compress.")}
+    config, model = _read(state.get("run", {}))
     config["corpus"] = state.get("corpus")
     try:
         tokenizer: str | None = load_tokenizer(found[-1]).fingerprint()
     except KvadError:  # of adapters and compressors: it lies with their model
         tokenizer = None
-    return config, tokenizer, state.get("data")
+    return config, model, tokenizer, state.get("data")
+
+
+def _read(tables: Mapping[str, Any]) -> tuple[dict[str, Any], ModelConfig | None]:
+    """Tables by dotted key, what nobody said too, and the model that they mean."""
+    model: ModelConfig | None = None
+    try:
+        run = RunConfig.from_dict(tables)
+        tables = run.to_dict()
+        if run.objective.kind != "compress" and run.init is None:
+            model = run.resolve(vocab=1)
+    except ConfigError:  # of another version of kvad
+        pass
+    config = {key: _null(value) if key.startswith("model.") else value for key, value in _flat(tables)}
+    if config.get("objective.kind") != "compress":  # as run.toml leaves it out
+        config = {key: value for key, value in config.items() if not key.startswith("compress.")}
+    return config, model
+
+
+def _null(value: Any) -> Any:
+    """As run.toml writes it: in [model] null is a value, and not the same as nothing."""
+    return "null" if value is None else value
 
 
 def _flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]]:
@@ -171,19 +201,42 @@ def _flat(table: Mapping[str, Any], where: str = "") -> Iterable[tuple[str, Any]
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Key -> each run's value, where they are not all the same; None where a run has no such key."""
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    known = [run for run in runs if run.config]
-    values = {key: [run.config.get(key) for run in runs] for key in keys}
+    tables = _tables(runs)
+    keys = dict.fromkeys(key for table in tables for key in table)
+    known = [table for table in tables if table]
+    values = {key: [table.get(key) for table in tables] for key in keys}
     if len(known) < len(runs):  # of what nobody knows, nobody knows whether it differs
-        values = {key: each for key, each in values.items() if len({str(run.config.get(key)) for run in known}) > 1}
+        values = {key: each for key, each in values.items() if len({str(table.get(key)) for table in known}) > 1}
     if any(run.data is None for run in runs):
         values.pop("corpus", None)
     return {key: each for key, each in values.items() if any(value != each[0] for value in each)}
 
 
+def _tables(runs: Sequence[Run]) -> list[Mapping[str, Any]]:
+    """Each run's keys and values: of the models what they are, where that is known of all, else what was written."""
+    models = [run.model for run in runs if run.config]
+    found = [meaning(model) for model in models if model is not None]
+    if len(found) < len(models):
+        return [run.config for run in runs]
+    same = all(means == found[0] for means in found)  # in however many spellings
+    return [_built(run, same) for run in runs]
+
+
+def _built(run: Run, same: bool) -> dict[str, Any]:
+    """A run's table with its model as it is, and the preset's name; without either where all are the ``same``."""
+    others = {key: value for key, value in run.config.items() if not key.startswith("model.")}
+    if same or run.model is None:
+        return others
+    preset = {key: value for key, value in run.config.items() if key == "model.preset"}
+    parts = {f"model.{key}": value for key, value in _flat(run.model.to_dict()) if value is not None}
+    if run.model.limit == run.config["data.context"]:
+        del parts["model.limit"]
+    return {**preset, **parts, **others}
+
+
 def cautions(runs: Sequence[Run]) -> list[str]:
-    """Why losses, or validation losses, of these runs say nothing about each other."""
-    found = []
+    """Which of them failed, and why losses, or validation losses, of these runs say nothing about each other."""
+    found = [f"{run.name} failed: {run.failed}" for run in runs if run.failed is not None]
     if unsaved := [run.name for run in runs if run.data is None]:
         found.append(f"no checkpoint of {', '.join(unsaved)} yet: its tokenizer and its texts are not known")
     if len({run.tokenizer for run in runs if run.tokenizer is not None}) > 1:

@@ -40,9 +40,9 @@ from kvad.train.memory import within
 from kvad.train.metrics import MetricsFile
 from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.optim import Optimization
-from kvad.train.refusals import TOKENS, check_machine, check_place, check_run, nothing_left
+from kvad.train.refusals import TOKENS, check_begun, check_machine, check_place, check_run, check_writable, nothing_left
 from kvad.train.reports import Callback, Outcome
-from kvad.train.saver import Moment, Saver
+from kvad.train.saver import Moment, Saver, left
 from kvad.train.speed import refuse
 from kvad.train.toml import RUN_FILE, run_file
 from kvad.train.trainer import State, Trainer
@@ -65,6 +65,7 @@ def train(
     checkpoint whole.
     """
     earlier = check_place(config, corpus, out, overwrite)
+    check_writable(out)
     check_machine(config.train)
     refuse(config.train)
     opened, tokenizer = subject_of(config)
@@ -108,6 +109,7 @@ def resume(
 
 def stored_run(out: Path) -> tuple[RunConfig, Named]:
     """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
+    check_begun(out)
     found = open_compressor(out)
     state = _training(found).state
     check_run(out)
@@ -117,8 +119,8 @@ def stored_run(out: Path) -> tuple[RunConfig, Named]:
         raise CheckpointError(f"{found.path}: its training state has no {error}") from error
 
 
-def _outgrown(state: State) -> MemoryPlanError:
-    hint = "the last checkpoint is whole; what takes less: a lower train.batch, a lower data.context"
+def _outgrown(state: State, left: str) -> MemoryPlanError:
+    hint = f"{left}; what takes less: a lower train.batch, a lower data.context"
     return MemoryPlanError(f"out of memory in step {state.step + 1}", hint)
 
 
@@ -144,7 +146,10 @@ def subject_of(config: RunConfig) -> tuple[Opened, Tokenizer]:
             f"compress.model: {wanted.model} came without a tokenizer", "put its tokenizer.json beside it"
         )
     if config.data.context > opened.config.limit:
-        raise ConfigError(f"data.context: {config.data.context} is beyond the model's limit of {opened.config.limit}")
+        limit = opened.config.limit
+        raise ConfigError(
+            f"data.context: {config.data.context} is beyond the model's limit of {limit}", f"--context {limit} fits"
+        )
     wanted.check_context(config.data.context)
     if config.data.packing not in ("auto", "split") or not (config.data.reset and config.data.isolate):
         raise ConfigError("data: a compressor learns from rows cut from the corpus", "leave packing, reset and isolate")
@@ -180,6 +185,7 @@ class _Run:
         write_bytes(self.out / RUN_FILE, run_file(self.config, self.corpus).encode())
         autocast = Autocast(resolve_precision(train.precision, train.device), train.device)
         aim = Distillation(self.model, self.compressor, self.config.compress, autocast)
+        saver = Saver(lambda: self._moment(state), self._write, beside=train.save_beside, there=stored is not None)
         trainer = Trainer(
             self.compressor,
             aim,
@@ -187,16 +193,13 @@ class _Run:
             self.material.data,
             train,
             state,
-            Saver(lambda: self._moment(state), self._write, beside=train.save_beside),
+            saver,
             callbacks=[metrics, *eventful(self.out, train), *callbacks],
             clock=clock,
             whence=self.material.whence,
         )
-        try:
-            with within(lambda: _outgrown(state)):
-                return trainer.fit()
-        finally:
-            metrics.close()
+        with metrics, within(lambda: _outgrown(state, left(saver.there))):
+            return trainer.fit()
 
     def _moment(self, state: State) -> Moment:
         content = progress(self.config, self.corpus, self.material, state)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "watch", "compress", "lora")
+MODEL = tuple(part.name for part in fields(ModelConfig))
 # What may change on resume, as no number does.
 FREE = (
     *(
@@ -277,7 +278,8 @@ def assigned(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]) -> di
     """A run file's tables with ``("optim.lr", "1e-3")`` and the like put in.
 
     A key begins with its table's name; one that does not is the model's (``decoder.layers``).  Values are JSON where
-    they can be, else text; of another kind than a key asks for, they are refused when the tables are read.
+    they can be, else text; of another kind than a key asks for, they are refused when the tables are read.  Raises
+    ConfigError for a key that begins with neither.
     """
     made = {name: dict(table) if isinstance(table, Mapping) else table for name, table in content.items()}
     for key, text in pairs:
@@ -286,6 +288,10 @@ def assigned(content: Mapping[str, Any], pairs: Iterable[tuple[str, str]]) -> di
         except ValueError:
             value = text
         name, _, inner = key.partition(".")
+        if inner and name not in (*TABLES, *MODEL):
+            raise ConfigError(
+                f"unknown key {key!r}: {name!r} is no table, and no part of a model", nearest(name, (*TABLES, *MODEL))
+            )
         if name not in TABLES or not inner:
             name, inner = "model", key
         table = made.setdefault(name, {})

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvad.train.config import TrainConfig
-from kvad.train.reports import Callback, EvalReport, MeasuredReport, Outcome, SamplesReport, StartReport, StepReport
+from kvad.train.metrics import Logged
+from kvad.train.reports import EvalReport, MeasuredReport, Outcome, SamplesReport, StartReport, StepReport
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -27,11 +28,12 @@ def require(train: TrainConfig) -> None:
         import tensorboard  # noqa: F401
 
 
-class Events(Callback):
-    """Of the run in ``out``: the first step, every ``log_every``-th, and what evaluations found."""
+class Events(Logged):
+    """Of the run in ``out``: steps, and what evaluations found."""
 
     def __init__(self, out: Path, log_every: int) -> None:
-        self._folder, self._log_every = out / FOLDER, log_every
+        super().__init__(log_every)
+        self._folder = out / FOLDER
         self._writer: SummaryWriter | None = None
 
     def on_start(self, report: StartReport) -> None:
@@ -42,9 +44,7 @@ class Events(Callback):
         again = report.step + 1 if report.step else None
         self._writer = SummaryWriter(str(self._folder), purge_step=again)
 
-    def on_step(self, report: StepReport) -> None:
-        if report.step != 1 and report.step % self._log_every:
-            return
+    def log(self, report: StepReport) -> None:
         said = {"loss/training": report.loss, "learning rate": report.lr, "gradient norm": report.grad_norm}
         said["tokens per second"] = report.tokens_per_second
         if report.mfu is not None:
@@ -54,6 +54,7 @@ class Events(Callback):
         self._scalars(said, report.step)
 
     def on_eval(self, report: EvalReport) -> None:
+        super().on_eval(report)
         said = {"loss/validation": report.val_loss}
         if report.accuracy is not None:
             said["accuracy"] = report.accuracy
@@ -71,6 +72,7 @@ class Events(Callback):
         self._scalars({f"{report.what}/{name}": value for name, value in numbers.items()}, report.step)
 
     def on_end(self, outcome: Outcome) -> None:
+        super().on_end(outcome)
         self.close()
 
     def close(self) -> None:

@@ -43,9 +43,18 @@ from kvad.train.objective import Autocast, resolve_precision
 from kvad.train.objectives import fitting, headed, make_objective
 from kvad.train.optim import Optimization
 from kvad.train.peers import ALONE, Peers
-from kvad.train.refusals import TOKENS, check_machine, check_place, check_run, check_watched, nothing_left
+from kvad.train.refusals import (
+    TOKENS,
+    check_begun,
+    check_machine,
+    check_place,
+    check_run,
+    check_watched,
+    check_writable,
+    nothing_left,
+)
 from kvad.train.reports import Callback, Outcome, Subject
-from kvad.train.saver import Moment, Saver
+from kvad.train.saver import Moment, Saver, left
 from kvad.train.schedules import paced_by
 from kvad.train.speed import prepare
 from kvad.train.start import (
@@ -102,6 +111,8 @@ def train(
     TokenizerError, MemoryPlanError before anything is written; SaveError, with the last checkpoint whole.
     """
     earlier = check_place(config, corpus, out, overwrite)
+    if peers.leads:
+        check_writable(out)
     check_machine(config.train)
     peers.check(config.train)
     check_watched(config.watch, callbacks)
@@ -198,6 +209,7 @@ def resume(
 
 def stored_run(out: Path) -> tuple[RunConfig, Named]:
     """The configuration and the corpus of a run that can go on.  Raises CheckpointError where there is none."""
+    check_begun(out)
     path = locate(out)
     if not (path / TRAINING).is_dir():
         raise CheckpointError(f"{path} holds a model but no training state", "only a run of kvad train can go on")
@@ -251,7 +263,8 @@ class _Run:
         frozen = self.config.lora is not None
         gauge = Gauge(self.model.config, gemm_peak(train.device, precision), frozen) if self.gauged and leads else None
         write = self._write if leads else lambda moment: step_folder(self.out, moment.step)  # the first one writes it
-        saver = Saver(lambda: self._moment(state), write, beside=train.save_beside and leads)
+        beside = train.save_beside and leads
+        saver = Saver(lambda: self._moment(state), write, beside=beside, there=stored is not None)
         trainer = Trainer(
             self.model,
             objective,
@@ -267,17 +280,16 @@ class _Run:
             whence=self.material.whence,
             peers=self.peers,
         )
-        try:
-            with within(lambda: self._outgrown(f"in step {state.step + 1}", half=precision == "bf16")):
-                return trainer.fit()
-        finally:
-            metrics.close()
+        with metrics, within(lambda: self._outgrown(state.step + 1, saver.there, half=precision == "bf16")):
+            return trainer.fit()
 
-    def _outgrown(self, where: str, *, half: bool) -> MemoryPlanError:
+    def _outgrown(self, step: int, there: bool, *, half: bool) -> MemoryPlanError:
         own = [parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad]
         every = sum(parameter.numel() for parameter in self.model.parameters())
         learned = None if self.config.lora is None else sum(own)
-        return outgrown(self.model.config, self.config, every, where, half=half, learned=learned)
+        return outgrown(
+            self.model.config, self.config, every, f"in step {step}", left(there), half=half, learned=learned
+        )
 
     def _introduce(self, heard: Sequence[Callback]) -> None:
         def tell(method: str, report: object) -> None:

@@ -180,11 +180,12 @@ def outgrown(
     run: RunConfig,
     parameters: int,
     where: str,
+    left: str,
     *,
     half: bool = False,
     learned: int | None = None,
 ) -> MemoryPlanError:
-    """What to say of memory that ran out after all: the plan, and what to lower."""
+    """What to say of memory that ran out after all: the plan, what is ``left`` of the run, and what to lower."""
     train = run.train
     planned = training_parts(model, run, parameters, train.batch, half=half, learned=learned)
     told = ", ".join(f"{name} {shown(size)}" for name, size in planned.items() if size)
@@ -194,7 +195,7 @@ def outgrown(
     return MemoryPlanError(
         f"out of memory {where}, with {counted(train.batch, 'row')} of {counted(run.data.context, 'token')} at a time; "
         f"planned were {shown(sum(planned.values()))}: {told}",
-        f"the last checkpoint is whole; what takes less: {', '.join(ways)}",
+        f"{left}; what takes less: {', '.join(ways)}",
     )
 
 

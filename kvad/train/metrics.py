@@ -1,8 +1,10 @@
 """What a run measures: a JSONL file that survives kills, and a steady estimate of speed.
 
 One JSON object per line; ``kind`` is ``run`` (what is trained, and where), ``step``, ``eval``, ``samples`` (what a
-few held-out sources become), ``measured`` (what a listener found out), ``warning`` or ``end``.  After a resume the file
-says what an uninterrupted run's would: lines of steps that are to be done again are dropped first.
+few held-out sources become), ``measured`` (what a listener found out), ``warning``, ``end``, or ``failed`` (what error
+ended it, and after which step; a kill writes nothing).  After a resume the file says what an uninterrupted run's would,
+for lines of steps that are to be done again are dropped first; beside that, the step at which a run was stopped keeps
+its line.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from kvad.checkpoint.atomic import refused, write_bytes
+from kvad.errors import KvadError, SaveError
 from kvad.train.reports import (
     Callback,
     EvalReport,
@@ -26,7 +30,7 @@ from kvad.train.reports import (
     WarningReport,
 )
 
-__all__ = ["MetricsFile", "Speed", "read_metrics"]
+__all__ = ["Logged", "MetricsFile", "Speed", "read_metrics"]
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -42,25 +46,61 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-class MetricsFile(Callback):
-    """Appends lines, each handed to the system at once; the first step is logged, and every ``log_every``-th."""
+class Logged(Callback):
+    """Which steps are logged: the first, every ``log_every``-th, each that is evaluated, and the last before a run
+    ends, however it does.  A run that is done has evaluated its last step before it saves it: no kill leaves it out."""
+
+    def __init__(self, log_every: int) -> None:
+        self._log_every = log_every
+        self._left: StepReport | None = None  # of the newest step, until it is logged
+
+    def log(self, report: StepReport) -> None:
+        """Called once for each of these steps, in their order."""
+        raise NotImplementedError
+
+    def catch_up(self) -> None:
+        """Log the newest step, if it is not yet."""
+        report, self._left = self._left, None
+        if report is not None:
+            self.log(report)
+
+    def on_step(self, report: StepReport) -> None:
+        self._left = report
+        if report.step == 1 or report.step % self._log_every == 0:
+            self.catch_up()
+
+    def on_eval(self, report: EvalReport) -> None:
+        self.catch_up()
+
+    def on_end(self, outcome: Outcome) -> None:
+        self.catch_up()
+
+
+class MetricsFile(Logged):
+    """Appends lines, each handed to the system at once."""
 
     def __init__(self, path: Path, log_every: int) -> None:
-        self.path, self._log_every = path, log_every
+        super().__init__(log_every)
+        self.path = path
         self._file: TextIO | None = None
+        self._step = 0  # how many are done
 
     def on_start(self, report: StartReport) -> None:
         kept = [line for line in read_metrics(self.path) if _step(line) <= report.step] if report.step else []
         if not kept:
             kept = [{"kind": "run", **dataclasses.asdict(report)}]
         write_bytes(self.path, _lines(kept).encode())
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file, self._step = self.path.open("a", encoding="utf-8"), report.step
 
     def on_step(self, report: StepReport) -> None:
-        if report.step == 1 or report.step % self._log_every == 0:
-            self._write("step", dataclasses.asdict(report))
+        self._step = report.step
+        super().on_step(report)
+
+    def log(self, report: StepReport) -> None:
+        self._write("step", dataclasses.asdict(report))
 
     def on_eval(self, report: EvalReport) -> None:
+        super().on_eval(report)
         self._write("eval", dataclasses.asdict(report))
 
     def on_samples(self, report: SamplesReport) -> None:
@@ -73,8 +113,22 @@ class MetricsFile(Callback):
         self._write("warning", dataclasses.asdict(report))
 
     def on_end(self, outcome: Outcome) -> None:
+        super().on_end(outcome)
         if outcome.reason == "done":
             self._write("end", {**dataclasses.asdict(outcome), "checkpoint": outcome.checkpoint.name})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Of a run that an error ended, that error is told, and not what the disk refuses beside it."""
+        with nullcontext() if error is None else suppress(OSError, SaveError):
+            self.catch_up()
+            if isinstance(error, Exception) and self._file is not None:
+                text = error.message if isinstance(error, KvadError) else str(error)
+                self._write("failed", {"step": self._step, "text": text})
+        with nullcontext() if error is None else suppress(OSError):
+            self.close()
 
     def close(self) -> None:
         if self._file is not None:
@@ -90,7 +144,7 @@ class MetricsFile(Callback):
 
 
 def _step(line: dict[str, Any]) -> float:
-    if line.get("kind") == "end":
+    if line.get("kind") in ("end", "failed"):
         return math.inf
     step = line.get("step", 0)
     return float(step) if isinstance(step, int | float) else math.inf

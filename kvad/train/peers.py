@@ -82,7 +82,7 @@ class Peers:
         if not all(torch.equal(first, other) for other in others):
             raise NumericalError(
                 f"step {step}: the weights of the ranks differ, and are to be equal",
-                "the last checkpoint is whole; are all ranks of one machine, with the same versions?",
+                "are all ranks of one machine, with the same versions?",
             )
 
     # ------------------------------------------------------------ a step

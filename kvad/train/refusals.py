@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from kvad.checkpoint.folder import locate, steps_of
-from kvad.errors import CheckpointError, ConfigError, UsageError
+from kvad.checkpoint.folder import CONFIG, locate, steps_of
+from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.train.config import RunConfig, TrainConfig, WatchConfig
 from kvad.train.events import require as require_events
 from kvad.train.material import Named
@@ -18,7 +19,17 @@ from kvad.train.reports import Callback
 from kvad.train.store import MANIFEST, is_prepared, is_store
 from kvad.train.toml import RUN_FILE, is_run_file
 
-__all__ = ["TOKENS", "check_machine", "check_out", "check_place", "check_run", "check_watched", "nothing_left"]
+__all__ = [
+    "TOKENS",
+    "check_begun",
+    "check_machine",
+    "check_out",
+    "check_place",
+    "check_run",
+    "check_watched",
+    "check_writable",
+    "nothing_left",
+]
 
 TOKENS = "data"  # where in a run's folder its tokens lie
 
@@ -61,6 +72,15 @@ def _holds_run(out: Path, overwrite: bool) -> bool:
     return bool(earlier)
 
 
+def check_begun(out: Path) -> None:
+    """CheckpointError for the folder of a run that ended before its first checkpoint."""
+    if steps_of(out) or (out / CONFIG).is_file():
+        return
+    if (out / RUN_FILE).is_file():
+        again = f"start it again: kvad train {out / RUN_FILE} CORPUS --out {out} (its second line says what CORPUS was)"
+        raise CheckpointError(f"{out} holds a run that has no checkpoint yet", again)
+
+
 def check_run(out: Path) -> None:
     """CheckpointError for one of a run's checkpoints, its best for one: a run goes on from its newest."""
     if not steps_of(out):
@@ -94,6 +114,25 @@ def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
                 f"{out} lies inside the corpus {folder}: a later run would read this one's files as text",
                 "choose another --out, or say which files are text with --suffix",
             )
+
+
+def check_writable(out: Path) -> None:
+    """A folder that can be made and written into; it is made, and taken away again.
+
+    UsageError where a file is in its way, SaveError where the disk refuses."""
+    missing = [path for path in (out, *out.parents) if not path.exists()]
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"{there} is a file, and {out} is to be a folder", "choose another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        Path(tempfile.mkdtemp(prefix=".", dir=out)).rmdir()
+    except OSError as error:
+        raise SaveError(f"cannot write {out}: {error.strerror or error}", "choose another --out") from error
+    finally:
+        for path in missing:
+            with suppress(OSError):
+                path.rmdir()
 
 
 def check_watched(watch: WatchConfig, callbacks: Sequence[Callback]) -> None:

@@ -24,7 +24,12 @@ from torch import Tensor
 from kvad.checkpoint.opened import Training
 from kvad.errors import NumericalError
 
-__all__ = ["Moment", "Saver"]
+__all__ = ["Moment", "Saver", "left"]
+
+
+def left(there: bool) -> str:
+    """What a run that fails has, in words; ``there``: whether it has a checkpoint."""
+    return "the last checkpoint is whole" if there else "there is no checkpoint yet"
 
 
 class Moment(NamedTuple):
@@ -39,10 +44,13 @@ class Moment(NamedTuple):
 class Saver:
     """``take`` gives the run as it stands, nothing copied; ``write`` makes a checkpoint of it and returns its folder.
 
-    ``beside``: written by a thread, from a copy; else at once.
+    ``beside``: written by a thread, from a copy; else at once.  ``there``: whether the run has a checkpoint.
     """
 
-    def __init__(self, take: Callable[[], Moment], write: Callable[[Moment], Path], *, beside: bool) -> None:
+    def __init__(
+        self, take: Callable[[], Moment], write: Callable[[Moment], Path], *, beside: bool, there: bool = False
+    ) -> None:
+        self.there = there
         self._take, self._write, self._beside = take, write, beside
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -56,7 +64,7 @@ class Saver:
         moment = self._take()
         _check_finite(moment)
         if not self._beside:
-            self._written.append((self._write(moment), moment.step))
+            self._keep(self._write(moment), moment.step)
             return
         copied = self._copied(moment)
         self._thread = threading.Thread(target=self._run, args=(copied,), name="kvad-save", daemon=True)
@@ -84,10 +92,13 @@ class Saver:
 
     def _run(self, moment: Moment) -> None:
         try:
-            folder = self._write(moment)  # first: finished may take the list away meanwhile
-            self._written.append((folder, moment.step))
+            self._keep(self._write(moment), moment.step)
         except BaseException as error:  # raised again by wait
             self._error = error
+
+    def _keep(self, folder: Path, step: int) -> None:
+        self.there = True
+        self._written.append((folder, step))
 
     def _copied(self, moment: Moment) -> Moment:
         training = Training(self._copy("training", moment.training.tensors), moment.training.state)
@@ -112,6 +123,5 @@ def _check_finite(moment: Moment) -> None:
         # A sum may overflow where no element does: then each is looked at.
         if tensor.is_floating_point() and not tensor.sum().isfinite() and not tensor.isfinite().all():
             raise NumericalError(
-                f"step {moment.step}: {name.removeprefix('raw.')} is not finite any more, and is not saved",
-                "the last checkpoint is whole; train with a lower learning rate or in fp32",
+                f"step {moment.step}: {name.removeprefix('raw.')} is not finite any more, and is not saved"
             )

@@ -45,7 +45,7 @@ from kvad.train.saver import Moment
 from kvad.train.store import TOKENIZER, is_prepared
 
 __all__ = ["Adapters", "Start", "Whole", "absolute", "at_beginning", "count_parameters", "restored", "said_by"]
-__all__ += ["start_again", "start_of", "tokenizer_at", "whole_as", "words_at"]
+__all__ += ["shortened", "start_again", "start_of", "tokenizer_at", "whole_as", "words_at"]
 
 
 def absolute(config: RunConfig) -> RunConfig:
@@ -53,6 +53,20 @@ def absolute(config: RunConfig) -> RunConfig:
     if config.init is None or not Path(config.init).expanduser().is_dir():
         return config
     return replace(config, model={"init": str(Path(config.init).expanduser().resolve())})
+
+
+def shortened(config: RunConfig) -> RunConfig:
+    """The same with rows no longer than the model holds that it goes on from, or compresses the cache of: for a
+    ``data.context`` that nobody said.  Raises as ``open_checkpoint``."""
+    name = config.init or config.compress.model
+    if name is None:
+        return config
+    context = min(config.data.context, _longest(open_checkpoint(name).config))
+    return replace(config, data=replace(config.data, context=context))
+
+
+def _longest(model: ModelConfig) -> int:
+    return model.limit if model.source is None else min(model.limit, model.source.limit)
 
 
 @dataclass(frozen=True)
@@ -355,10 +369,9 @@ def _start(config: RunConfig, opened: Opened) -> Start:
         raise ConfigError(f"model.init: {name} has no head over a vocabulary", "a language model has one")
     if opened.tokenizer is None:
         raise ConfigError(f"model.init: {name} came without a tokenizer", "put its tokenizer.json beside it")
-    limits = [model.limit] if model.source is None else [model.limit, model.source.limit]
-    if config.data.context > min(limits):
+    if config.data.context > (longest := _longest(model)):
         raise ConfigError(
-            f"data.context: {config.data.context} is beyond the limit of {name}, {min(limits)}", "a smaller --context"
+            f"data.context: {config.data.context} is beyond the limit of {name}, {longest}", f"--context {longest} fits"
         )
     if config.lora is not None and isinstance(opened, Adapted):
         raise ConfigError(

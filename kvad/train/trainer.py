@@ -41,7 +41,7 @@ from kvad.train.reports import (
     StepReport,
     WarningReport,
 )
-from kvad.train.saver import Saver
+from kvad.train.saver import Saver, left
 
 __all__ = ["State", "Trainer"]
 
@@ -94,6 +94,9 @@ class Trainer:
         with _stop_signals() as stop, kept():
             try:
                 checkpoint = self._run(stop, began)
+            except NumericalError as error:
+                self.saver.close()  # what is in flight may become the first checkpoint
+                raise NumericalError(error.message, self._cure(error.hint)) from error
             finally:
                 self.saver.close()
         outcome = self._outcome(checkpoint)
@@ -147,13 +150,15 @@ class Trainer:
             fault = find_fault(self.model, self.objective, mine, scaled)
             said = self.peers.words("" if fault is None else self._told(fault, batches))
             told = next(filter(None, said), "done again, all of it is finite: is this machine sound?")
-            raise NumericalError(
-                f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {told}",
-                "the last checkpoint is whole; train with a lower learning rate or in fp32",
-            )
+            raise NumericalError(f"step {state.step + 1}: loss {summed / total}, gradient norm {norm}; {told}")
         self.optimization.step(norm)
         state.step, state.tokens, state.loss = state.step + 1, state.tokens + total, summed / total
         return lr, norm, total
+
+    def _cure(self, hint: str) -> str:
+        """What is left of a run that numbers end, and what to do; ``hint``: where it is said already."""
+        lower = "train with a lower learning rate" + ("" if self.precision == "fp32" else " or in fp32")
+        return f"{left(self.saver.there)}; {hint or lower}"
 
     def _batches(self) -> list[Batch]:
         """Of the next step.  DataError names step and texts."""

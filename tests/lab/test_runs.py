@@ -1,15 +1,18 @@
 """Runs held against each other: what differs, what came of them, where an evaluation lies on an axis, what is said."""
 
 import json
+import tomllib
 
 import pytest
 
 from kvad.cli.main import main
 from kvad.errors import DataError
 from kvad.lab.runs import cautions, differences, panels, plot_run, read_run, read_runs, smoothed
+from kvad.train.config import RunConfig
+from kvad.train.toml import run_file
 
 
-def written(folder, *, lr=0.1, steps=20, tokens=(1, 2), kind="next-token", vocab="byte", end=True):
+def written(folder, *, lr=0.1, steps=20, kind="next-token", vocab="byte", end=True, model=None, saved=True):
     """A run's folder, as far as comparing reads it."""
     lines = [{"kind": "run", "parameters": 7, "precision": "fp32", "device": "cpu", "threads": 1}]
     for step in range(2, steps + 1, 2):
@@ -20,7 +23,11 @@ def written(folder, *, lr=0.1, steps=20, tokens=(1, 2), kind="next-token", vocab
         lines.append({"kind": "end", "reason": "done"})
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    state = {"run": {"optim": {"lr": lr}, "objective": {"kind": kind}, "train": {"seed": 0}}, "corpus": ["x"]}
+    run = RunConfig.from_dict({"optim": {"lr": lr}, "objective": {"kind": kind}, "model": model or {}})
+    (folder / "run.toml").write_text(run_file(run))
+    if not saved:
+        return folder
+    state = {"run": run.to_dict(), "corpus": ["x"]}
     saved = folder / "checkpoints" / f"step-{steps:08d}"
     (saved / "training").mkdir(parents=True)
     (saved / "training" / "state.json").write_text(json.dumps({**state, "data": "d"}))
@@ -63,10 +70,45 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     assert "objectives differ" in said[1]
     bare = written(tmp_path / "bare")
     (bare / "checkpoints" / "step-00000020" / "training" / "state.json").unlink()
+    (bare / "run.toml").unlink()
     assert "no checkpoint of bare yet" in cautions(read_runs([one, bare]))[0]
     assert differences(read_runs([one, bare])) == {}, "nothing is known of it"
     (bare / "run.toml").write_text('[optim]\nlr = 0.5\n[objective]\nkind = "next-token"\n[train]\nseed = 0\n')
     assert differences(read_runs([one, bare])) == {"optim.lr": [0.1, 0.5]}
+
+
+ROTARY = {"width": 32, "decoder": {"layers": 2, "kinds": {"L": {"mixer": {"heads": 2, "position": {"kind": "rope"}},
+          "mlp": {"kind": "plain", "hidden": 64}}}}}  # fmt: skip
+LEARNED = {"embed.position": {"kind": "learned", "size": 256}, "decoder.kinds.L.mixer.position": None}
+
+
+def test_what_one_model_lacks_is_named(tmp_path):
+    one = written(tmp_path / "one", model=ROTARY)
+    other = written(tmp_path / "other", model={**ROTARY, "set": LEARNED})
+    found = differences(read_runs([one, other]))
+    assert found["model.decoder.kinds.L.mixer.position.kind"] == ["rope", None]
+    assert found["model.embed.position.kind"] == [None, "learned"]
+    assert all(key.startswith(("model.decoder.kinds.L.mixer.position.", "model.embed.position.")) for key in found)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_the_same_model_in_another_spelling_is_no_difference(tmp_path, saved):
+    one = written(tmp_path / "one", model={**ROTARY, "set": LEARNED})
+    again = RunConfig.from_dict(tomllib.loads((one / "run.toml").read_text()))  # with "null", which state.json has not
+    rerun = written(tmp_path / "again", model=again.model, saved=saved)
+    spelt = {**ROTARY, "set": {**LEARNED, "decoder.pattern": "LL", "decoder.kinds.L.mixer.kv_heads": 2}}
+    assert differences(read_runs([one, rerun, written(tmp_path / "spelt", model=spelt)])) == {}
+
+
+def test_models_of_presets_differ_by_what_they_are(tmp_path):
+    tiny, small = (written(tmp_path / name, model={"preset": name}) for name in ("tiny", "small"))
+    found = differences(read_runs([tiny, small]))
+    assert (found["model.preset"], found["model.width"]) == (["tiny", "small"], [128, 256])
+    begun = written(tmp_path / "begun", model={"init": "runs/x"})
+    rotary = written(tmp_path / "rotary", model={"width": 32, "set": {"decoder.kinds.L.mixer.window": None}})
+    found = differences(read_runs([begun, rotary]))  # of a checkpoint: what was written
+    assert found["model.init"] == ["runs/x", None]
+    assert found["model.set.decoder.kinds.L.mixer.window"] == [None, "null"]
 
 
 def test_what_is_no_run(tmp_path):

@@ -250,6 +250,9 @@ def test_a_key_begins_with_its_table_and_a_models_needs_none():
     assert made["optim"] == {"lr": 3e-4, "clip": 2.0} and made["data"] == {"context": 64}
     assert made["model"] == {"set": {"width": 16, "decoder.layers": 4}, "preset": "tiny"}
     assert there == {"optim": {"lr": 1.0, "clip": 2.0}, "model": {"set": {"width": 8}}}, "what was given is whole"
+    for key, meant in (("trian.steps", "train"), ("optm.lr", "optim"), ("decodr.layers", "decoder")):
+        with pytest.raises(ConfigError, match=rf"unknown key '{key}': .* \(did you mean '{meant}'"):
+            assigned({}, [(key, "3")])
     with pytest.raises(ConfigError, match=r"unknown key optim.lrr \(did you mean 'lr'"):
         RunConfig.from_dict(assigned({}, [("optim.lrr", "1")]))
 

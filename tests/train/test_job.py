@@ -1,6 +1,7 @@
 """A whole run: the loss falls, the folder loads at any moment, a resume goes on to the bit, refusals are by name."""
 
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -14,10 +15,11 @@ from kvad.checkpoint.folder import steps_of
 from kvad.checkpoint.native import load
 from kvad.checkpoint.open import load_model
 from kvad.errors import CheckpointError, ConfigError, DataError, NumericalError, SaveError, UsageError
+from kvad.lab.runs import panels, read_run
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.corpus import open_corpus
 from kvad.train.job import resume, stored_run, train
-from kvad.train.metrics import read_metrics
+from kvad.train.metrics import MetricsFile, read_metrics
 from kvad.train.objective import NextToken
 from kvad.train.objectives import fitting
 from kvad.train.optim import Optimization
@@ -91,6 +93,68 @@ def test_resume_goes_on_to_the_bit(corpus, tmp_path, run_config, order, precisio
         for out in (whole, parts)
     ]
     assert evals[0] == evals[1] and len(evals[0]) == 3
+
+
+@pytest.mark.parametrize("minutes", [None, 1.0])
+def test_the_last_step_is_logged_whatever_log_every_is(corpus, tmp_path, run_config, minutes):
+    limits = {"steps": 13} if minutes is None else {"steps": None, "minutes": minutes}
+    ticks = itertools.count() if minutes is None else itertools.count(step=2.0)
+    config = run_config(log_every=10, eval_every=100, save_every=5, **limits)
+    outcome = train(config, [corpus], tmp_path / "run", clock=lambda: float(next(ticks)))
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == sorted({1, *range(10, outcome.step, 10), outcome.step})
+    assert outcome.step % 10 and (steps[-1]["tokens"], steps[-1]["loss"]) == (outcome.tokens, outcome.loss)
+    summary = read_run(tmp_path / "run").summary(0.0)
+    assert (summary.steps, summary.tokens, summary.loss) == (outcome.step, outcome.tokens, outcome.loss)
+    assert summary.seconds > 0 and summary.best_step <= summary.steps
+    (curve, *_), *_ = (panel.series for panel in panels([read_run(tmp_path / "run")]))
+    assert curve.x[-1] == outcome.step
+
+
+class Killed(Callback):
+    """A kill in a step, or at the end, when all is saved."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, report):
+        if report.step == self.step:
+            raise KeyboardInterrupt
+
+    def on_end(self, outcome):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at", [7, 99])
+def test_a_killed_run_that_goes_on_logs_what_an_unkilled_one_does(corpus, tmp_path, run_config, monkeypatch, at):
+    config = run_config(log_every=10, eval_every=4, save_every=3, steps=13)
+    train(config, [corpus], tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsFile, "on_end", lambda *_: None)  # as if the kill came before it
+        patch.setattr(MetricsFile, "__exit__", lambda *_: None)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, [corpus], tmp_path / "parts", callbacks=[Killed(at)])
+    resume(tmp_path / "parts")
+    said = [
+        [(line["kind"], line["step"], line.get("loss")) for line in read_metrics(run / "metrics.jsonl")]
+        for run in (tmp_path / "whole", tmp_path / "parts")
+    ]
+    assert said[0] == said[1] and ("step", 13) in [line[:2] for line in said[0]]
+
+
+def test_a_run_that_was_stopped_keeps_the_line_of_that_step(corpus, tmp_path, run_config):
+    config = run_config(log_every=10, eval_every=100, steps=13)
+    train(config, [corpus], tmp_path / "whole")
+    train(config, [corpus], tmp_path / "parts", callbacks=[StopAt(7)])
+    assert list(losses(tmp_path / "parts")) == [1, 7]
+    assert read_run(tmp_path / "parts").summary(0.0).steps == 7
+    resume(tmp_path / "parts", callbacks=[StopAt(10)])
+    resume(tmp_path / "parts")
+    lines = [line["step"] for line in read_metrics(tmp_path / "parts" / "metrics.jsonl") if line["kind"] == "step"]
+    assert lines == [1, 7, 10, 13], "each once"
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert list(whole) == [1, 10, 13] and whole == {step: parts[step] for step in whole}
 
 
 @pytest.mark.parametrize("lost", ["exp_avg.", "exp_avg_sq.", "step."])

@@ -200,7 +200,7 @@ def test_what_the_demo_trains_takes_little(precision):
 
 def test_memory_that_ran_out_says_the_plan_and_what_to_lower():
     config = CONFIGS["plain"]
-    error = outgrown(config, RUN, 5000, "in step 7")
+    error = outgrown(config, RUN, 5000, "in step 7", "there is no checkpoint yet")
     assert "out of memory in step 7, with 4 rows of 64 tokens at a time; planned were" in error.message
     for name in ("weights 0.0 MiB", "gradients", "optimizer", "copy", "rows", "activations", "logits"):
         assert name in error.message
@@ -208,7 +208,7 @@ def test_memory_that_ran_out_says_the_plan_and_what_to_lower():
         assert way in error.hint
     tight = {"batch": 1, "recompute": True, "save_beside": False}
     least = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": tight})
-    assert outgrown(config, least, 5000, "", half=True).hint.endswith("what takes less: a lower data.context")
+    assert outgrown(config, least, 5000, "", "", half=True).hint.endswith("what takes less: a lower data.context")
 
 
 def refused(kind):

@@ -2,11 +2,13 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from kvad.errors import NumericalError
 from kvad.flops import training_pass
 from kvad.step import Lane, Step
 from kvad.train.board import Board, progress_on
@@ -15,7 +17,7 @@ from kvad.train.job import train
 from kvad.train.metrics import MetricsFile, Speed, read_metrics
 from kvad.train.presets import PRESETS
 from kvad.train.progress import PlainProgress, clock
-from kvad.train.reports import EvalReport, StartReport, StepReport, WarningReport
+from kvad.train.reports import EvalReport, Outcome, StartReport, StepReport, WarningReport
 from kvad.train.rows import Batch
 from train.conftest import Listener
 
@@ -131,10 +133,39 @@ def test_metrics_drop_what_will_be_done_again(tmp_path):
         ("step", 4),
         ("step", 6),
     ]
+    assert lines[-1]["loss"] == step(6).loss, "the one of the run that went on"
     fresh = MetricsFile(path, log_every=1)
     fresh.on_start(START)
     fresh.close()
     assert [line["kind"] for line in read_metrics(path)] == ["run"]
+
+
+def test_what_is_evaluated_is_logged_before_it_and_what_is_last_at_the_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, log_every=10)
+    metrics.on_start(START)
+    for number in range(1, 6):
+        metrics.on_step(step(number))
+        if number == 3:
+            metrics.on_eval(EvalReport(3, 1.9, 100, 1.9))
+    said = [("run", 0), ("step", 1), ("step", 3), ("eval", 3)]
+    assert [(line["kind"], line["step"]) for line in read_metrics(path)] == said
+    metrics.on_end(Outcome("done", 5, 1.7, 1.9, 1.9, 5, 1.0, tmp_path))
+    metrics.close()
+    said += [("step", 5), ("end", 5)]
+    assert [(line["kind"], line["step"]) for line in read_metrics(path)] == said, "once"
+
+
+def test_what_the_disk_refuses_at_the_end_is_not_said_in_the_place_of_the_error(tmp_path):
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", log_every=10)
+    metrics.on_start(START)
+    with Path("/dev/full").open("a") as full:
+        metrics._file.close()
+        metrics._file = full
+        error = NumericalError("not finite")
+        metrics.on_step(step(2))
+        with pytest.raises(NumericalError), metrics:
+            raise error
 
 
 def test_speed_forgets_what_is_long_ago():

@@ -1,0 +1,66 @@
+"""How long rows are of a run that goes on from a model that holds less than 256 tokens, where nobody says it."""
+
+import json
+import shutil
+
+import pytest
+
+from kvad.cli.main import main
+from kvad.train.config import RunConfig
+from kvad.train.job import resume, stored_run, train
+
+FEW = ("--steps", "2", "--batch", "2", "--precision", "fp32")
+LIMIT = 32
+
+
+@pytest.fixture(scope="module")
+def base(corpus, tmp_path_factory):
+    shape = {"width": 32, "decoder.layers": 1, "decoder.kinds.L.mlp.hidden": 32}
+    content = {
+        "model": {"preset": "tiny", "set": shape},
+        "data": {"context": LIMIT},
+        "tokenizer": {"kind": "byte"},
+        "train": {"steps": 1, "batch": 2, "precision": "fp32"},
+    }
+    return train(RunConfig.from_dict(content), [corpus], tmp_path_factory.mktemp("base") / "run").checkpoint
+
+
+def kvad(*words):
+    return main([str(word) for word in words])
+
+
+def test_rows_are_as_long_as_the_model_holds(corpus, tmp_path, base):
+    begun, out = shutil.copytree(base, tmp_path / "base"), tmp_path / "run"
+    assert kvad("train", corpus, "--init", begun, "--out", out, *FEW) == 0
+    assert RunConfig.load(out / "run.toml").data.context == stored_run(out)[0].data.context == LIMIT
+    (tmp_path / "mine.toml").write_text(
+        f'[model]\ninit = "{begun}"\n[train]\nsteps = 2\nbatch = 2\nprecision = "fp32"\n'
+    )
+    shutil.rmtree(begun)  # all weights trained, it is never looked at again
+    assert kvad("train", "--resume", tmp_path / "mine.toml", "--out", out) == 0
+    assert kvad("train", "--resume", "--out", out) == 0
+    assert resume(out, config=RunConfig.load(out / "run.toml")).step == 2
+
+
+def test_what_is_said_is_done_or_refused_with_what_fits(corpus, tmp_path, base, capsys):
+    assert kvad("train", corpus, "--init", base, "--out", tmp_path / "run", "--context", 16, *FEW) == 0
+    assert stored_run(tmp_path / "run")[0].data.context == 16
+    for said in (("--context", 256), ("--set", "data.context=33")):
+        assert kvad("train", corpus, "--init", base, "--out", tmp_path / "no", *said, *FEW) == 2
+        assert f"--context {LIMIT} fits" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+
+
+def test_so_do_a_plan_a_check_and_a_compressor(corpus, tmp_path, base, capsys):
+    assert kvad("train", corpus, "--init", base, "--dry-run", "--json", *FEW) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["data"]["context"] == LIMIT
+    (tmp_path / "mine.toml").write_text(f'[model]\ninit = "{base}"\n')
+    assert kvad("data", "check", tmp_path / "mine.toml", corpus) == 0
+    assert kvad("data", "prepare", tmp_path / "mine.toml", corpus, "--out", tmp_path / "data") == 0
+    small = ("--set", "ratio=2", "--set", "recent=2", "--set", "every=2", "--set", "hidden=4")
+    compressing = ("--objective", "compress", "--init", base, *small)
+    assert kvad("train", corpus, *compressing, "--out", tmp_path / "summaries", *FEW) == 0
+    assert RunConfig.load(tmp_path / "summaries" / "run.toml").data.context == LIMIT
+    capsys.readouterr()
+    assert kvad("train", corpus, *compressing, "--out", tmp_path / "no", "--context", 33, *FEW) == 2
+    assert f"--context {LIMIT} fits" in capsys.readouterr().err
