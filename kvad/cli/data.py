@@ -98,7 +98,7 @@ def prepare(
     from kvad.train.material import Material
     from kvad.train.prepared import check_free
     from kvad.train.prepared import prepare as write
-    from kvad.train.refusals import check_out
+    from kvad.train.refusals import check_out, check_writable
     from kvad.train.start import start_of
 
     check_free(out, overwrite)
