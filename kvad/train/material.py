@@ -345,7 +345,11 @@ class Material:
             raise ConfigError("data.documents: pairs are lines anyway", "leave it out")
         if data.format not in ("auto", "pairs", "jsonl"):
             raise ConfigError(f"data.format: {data.format} is of documents, and this model reads pairs", '"pairs"')
-        found = open_pairs(paths, data.errors, (data.source_field, data.target_field), hashed=hashed)
+        if data.format == "jsonl" and all(len(item) > 1 for item in (*paths.files, *paths.held)):
+            raise ConfigError("data.format: parallel files are read by lines", '"auto"')
+        fields = (data.source_field, data.target_field)
+        format = "jsonl" if data.format == "jsonl" else "auto"
+        found = open_pairs(paths, data.errors, fields, format=format, hashed=hashed)
         return replace(found, said=self._said)
 
     def _open_corpus(self, paths: Sequence[Path], *, hashed: bool) -> Corpus:

@@ -58,7 +58,8 @@ class PairPaths:
 class PairCorpus:
     """Pairs that have been looked at: ``num_pairs`` in all, the last ``num_held`` of them from files held out.
 
-    ``skipped``: pairs with an empty side, which are none of them.  ``said``: how sources and targets begin and end for
+    ``skipped``: pairs with an empty side, which are none of them.  ``format``: of a single file, ``jsonl``, or
+    ``auto``: by its name, else TSV.  ``said``: how sources and targets begin and end for
     the model that reads them; None: as :func:`generation_of` has it.
     """
 
@@ -69,6 +70,7 @@ class PairCorpus:
     errors: str
     fields: tuple[str, str] = ("source", "target")
     said: Generation | None = None
+    format: str = "auto"
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -77,7 +79,7 @@ class PairCorpus:
     def texts(self) -> Iterator[str]:
         """Source, target, source, target, ...; may be called again.  Raises DataError naming file and line."""
         for item in self.files:
-            for pair in _pairs([source.path for source in item], self.errors, self.fields):
+            for pair in _pairs([source.path for source in item], self.errors, self.fields, self.format):
                 if not _has_empty_side(pair):
                     yield from pair
 
@@ -88,7 +90,7 @@ class PairCorpus:
     def settings(self) -> dict[str, Any]:
         """What decides the texts, and how they are framed."""
         pairs: dict[str, Any] = {"files": [len(item) for item in self.files], "held": self.num_held}
-        if any(len(item) == 1 and format_of(item[0].path, "auto") == "jsonl" for item in self.files):
+        if any(_is_json([source.path for source in item], self.format) for item in self.files):
             pairs["fields"] = list(self.fields)
         framed = {} if self.said is None else {"framed": framed_by(self.said)}
         return {"errors": self.errors, "sources": [source.entry() for source in self.sources], "pairs": pairs, **framed}
@@ -164,7 +166,12 @@ def generation_of(tokenizer: Tokenizer) -> Generation:
 
 
 def open_pairs(
-    paths: PairPaths, errors: str = "strict", fields: tuple[str, str] = ("source", "target"), *, hashed: bool = True
+    paths: PairPaths,
+    errors: str = "strict",
+    fields: tuple[str, str] = ("source", "target"),
+    *,
+    format: str = "auto",
+    hashed: bool = True,
 ) -> PairCorpus:
     """Read every line once, hash the files and count the pairs (``hashed`` False: none of it, for a stream).
 
@@ -177,16 +184,16 @@ def open_pairs(
     for held, items in enumerate((paths.files, paths.held)):
         for item in items:
             files.append(tuple(look(path, hashed) for path in item))
-            for pair in _pairs(item, errors, fields) if hashed else ():
+            for pair in _pairs(item, errors, fields, format) if hashed else ():
                 empty = _has_empty_side(pair)
                 skipped += empty
                 counts[held] += not empty
     if not hashed:
-        return PairCorpus(tuple(files), 0, 0, 0, errors, fields)
+        return PairCorpus(tuple(files), 0, 0, 0, errors, fields, format=format)
     if not counts[0] or (paths.held and not counts[1]):
         names = ", ".join(str(path) for item in (paths.held if counts[0] else paths.files) for path in item)
         raise DataError(f"no pairs in {names}", f"{counted(skipped, 'pair')} with an empty side" if skipped else "")
-    return PairCorpus(tuple(files), sum(counts), counts[1], skipped, errors, fields)
+    return PairCorpus(tuple(files), sum(counts), counts[1], skipped, errors, fields, format=format)
 
 
 def look(path: Path, hashed: bool = True) -> Source:
@@ -201,9 +208,13 @@ def look(path: Path, hashed: bool = True) -> Source:
     return Source(path, f"{path.resolve().parent.name}/{path.name}", path.stat().st_size, digest)
 
 
-def _pairs(item: Sequence[Path], errors: str, fields: tuple[str, str]) -> Iterator[tuple[str, str]]:
+def _is_json(item: Sequence[Path], format: str) -> bool:
+    return len(item) == 1 and format_of(item[0], format) == "jsonl"
+
+
+def _pairs(item: Sequence[Path], errors: str, fields: tuple[str, str], format: str) -> Iterator[tuple[str, str]]:
     """Every line's pair, those with an empty side too."""
-    if len(item) == 1 and format_of(item[0], "auto") == "jsonl":
+    if _is_json(item, format):
         yield from ((source, target) for source, target in objects_of(item[0], errors, *fields))
         return
     if len(item) == 1:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvad.cli.main import main
 from kvad.errors import DataError
 from kvad.text.tokenizer import train_tokenizer
 from kvad.train.pairs import ROLES, PairPaths, generation_of, open_pairs
@@ -111,3 +112,15 @@ def test_paths_are_kept_absolute(write, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     paths = PairPaths(((write("a.tsv", "a\tb").relative_to(tmp_path),),), ())
     assert PairPaths.from_dict(paths.to_dict()).files == ((tmp_path / "a.tsv",),)
+
+
+def test_json_lines_by_name_and_by_format(write, tmp_path, capsys):
+    lines = "".join(f'{{"source": "a b {n}", "target": "b a {n}"}}\n' for n in range(30))
+    for name, more in (("p.jsonl", ()), ("p.txt", ("--format", "jsonl")), ("q.jsonl", ("--format", "pairs"))):
+        path = write(name, lines)
+        said = ("--objective", "seq2seq", "--tokenizer", "char", "--out", tmp_path / f"out-{name}")
+        assert main([str(word) for word in ("data", "prepare", path, *said, *more)]) == 0, name
+        assert "corpus: 30 pairs in 1 file" in capsys.readouterr().err
+    both = ("--pairs", write("a", "x\n" * 9), write("b", "y\n" * 9), "--format", "jsonl", "--out", tmp_path / "c")
+    assert main(["data", "prepare", *map(str, both)]) == 2
+    assert "data.format: parallel files are read by lines" in capsys.readouterr().err
