@@ -90,6 +90,11 @@ class ExampleCorpus(ABC, Generic[T]):
         yield from (each for number, each in enumerate(self._in_files()) if number < first or number in kept)
         yield from (each for number, each in enumerate(self._in_files()) if number >= first and number not in kept)
 
+    def in_files(self, place: int) -> int:
+        """The number in the files, from 0, of the training example that stands at ``place``."""
+        first = self.found.num_texts - self.num_held - len(self.found.kept)
+        return place if place < first else self.found.kept[place - first]
+
     def _in_files(self) -> Iterator[tuple[Path, Example[T]]]:
         for source in self.found.files:
             yield from ((source.path, each) for each in self.read(source.path) if each is not None)

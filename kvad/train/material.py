@@ -251,6 +251,8 @@ class Material:
             return ""
         noun = "pair" if self.pairs else "document"
         noun = self._alone.noun if isinstance(self._alone, (ExampleCorpus, Prepared)) else noun
+        if isinstance(self._alone, ExampleCorpus):
+            found = [self._alone.in_files(text) for text in found]
         names = [str(text + 1) for text in found]
         (texts,) = self._all if len(self._all) == 1 else (None,)
         corpus = texts.documents if isinstance(texts, FramedCorpus) else texts

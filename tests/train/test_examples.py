@@ -106,6 +106,7 @@ def test_of_a_share_what_alone_has_a_label_stays_in_training(written, tmp_path):
     corpus = open_labelled(paths, "strict", 0.5)
     assert corpus.labels == ("a", "b", "odd", "rare") and corpus.num_held == 3
     assert list(corpus.texts()) == [f"text {n}" for n in (0, 1, 2, 3, 4, 5, 8, 6, 7, 9)]
+    assert [corpus.in_files(place) for place in range(7)] == [0, 1, 2, 3, 4, 5, 8], "where a fault is sought"
     assert "10 labelled texts in 1 file, 0.0 MB, 3 of them for validation; 2 labelled texts of that" in corpus.told()
     tokenizer = train_tokenizer("byte", [], specials=ROLES)
     store, _ = open_store(tmp_path / "data", corpus, tokenizer)
