@@ -23,7 +23,9 @@ Our own bugs are ``assert``; theirs are these.  Nothing here imports torch.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 __all__ = [
     "CacheError",
@@ -43,6 +45,7 @@ __all__ = [
     "a",
     "counted",
     "nearest",
+    "nearest_file",
 ]
 
 
@@ -128,6 +131,15 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 def a(noun: str) -> str:
     """``a decoder``, ``an encoder``: by its first letter."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def nearest_file(missing: Path) -> Path | None:
+    """The file or folder beside it with the name that is most like its own; None where none is, or nobody can look."""
+    try:
+        close = difflib.get_close_matches(missing.name, os.listdir(missing.parent), n=1)
+    except OSError:
+        return None
+    return missing.with_name(close[0]) if close and close[0] != missing.name else None
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

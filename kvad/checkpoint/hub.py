@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvad.checkpoint.folder import CONFIG, is_run, read_json
-from kvad.errors import CheckpointError, KvadError, SaveError, UsageError
+from kvad.errors import CheckpointError, KvadError, SaveError, UsageError, nearest_file
 
 __all__ = ["INDEX", "SINGLE", "refuse_unreadable", "resolve"]
 
@@ -130,12 +130,8 @@ def _looks_like_path(name: str) -> bool:
 def _around(path: Path, is_name: bool) -> str:
     """The hint: the nearest folder of the first parent that is there."""
     parent = next((folder for folder in path.parents if os.path.isdir(folder)), Path())
-    wanted = path.relative_to(parent).parts[0] if path != parent else ""
-    try:
-        close = difflib.get_close_matches(wanted, [one.name for one in parent.iterdir()], n=1)
-    except OSError:
-        close = []
-    advice = [f"did you mean {parent / close[0]}?"] if close and close[0] != wanted else []
+    close = nearest_file(parent / path.relative_to(parent).parts[0]) if path != parent else None
+    advice = [] if close is None else [f"did you mean {close}?"]
     return "; ".join([*advice, *([f"{PREFIX}{path} would be the hub's"] if is_name else [])])
 
 

@@ -51,14 +51,6 @@ __all__ = [
 
 TABLES = ("model", "data", "tokenizer", "objective", "optim", "train", "watch", "compress", "lora")
 MODEL = tuple(part.name for part in fields(ModelConfig))
-# What may change on resume, as no number does.
-FREE = (
-    *(
-        f"train.{key}"
-        for key in ("log_every", "eval_every", "save_every", "keep", "keep_best", "save_beside", "tensorboard")
-    ),
-    *(f"watch.{key}" for key in ("check_cache", "prompts", "prompt_tokens", "temperature", "bleu")),
-)
 
 
 @dataclass(frozen=True)
@@ -175,6 +167,16 @@ class WatchConfig:
     def asked(self) -> tuple[str, ...]:
         """The keys that ask for something to be looked at."""
         return tuple(name for name in ("check_cache", "prompts", "bleu") if getattr(self, name))
+
+
+# What may change on resume, as no number does.
+FREE = (
+    *(
+        f"train.{key}"
+        for key in ("log_every", "eval_every", "save_every", "keep", "keep_best", "save_beside", "tensorboard")
+    ),
+    *(f"watch.{key.name}" for key in fields(WatchConfig)),
+)
 
 
 @dataclass(frozen=True)

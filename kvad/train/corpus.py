@@ -7,16 +7,14 @@ U+FFFD for what is not.  How a file is read is ``readers.py``'s; nothing is kept
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvad.errors import DataError, counted
+from kvad.errors import DataError, counted, nearest_file
 from kvad.text.base import Tokenizer
 from kvad.train.readers import FORMATS, Piece, Reading, bare_suffix, blocks_of, format_of, opened
 
@@ -183,11 +181,8 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 def _near(missing: Path) -> str:
     """A hint: the name beside it that is like it, or where it was looked for."""
-    with suppress(OSError):
-        close = difflib.get_close_matches(missing.name, os.listdir(missing.parent), n=1)
-        if close:
-            return f"did you mean {str(missing.parent / close[0])!r}?"
-    return f"looked for {missing.absolute()}"
+    close = nearest_file(missing)
+    return f"looked for {missing.absolute()}" if close is None else f"did you mean {str(close)!r}?"
 
 
 def _files(named: Path, suffixes: Sequence[str]) -> Iterator[Path]:

@@ -86,14 +86,18 @@ class ExampleCorpus(ABC, Generic[T]):
         if not kept:
             yield from self._in_files()
             return
-        first = self.found.num_texts - self.num_held - len(kept)
+        first = self._first
         yield from (each for number, each in enumerate(self._in_files()) if number < first or number in kept)
         yield from (each for number, each in enumerate(self._in_files()) if number >= first and number not in kept)
 
     def in_files(self, place: int) -> int:
         """The number in the files, from 0, of the training example that stands at ``place``."""
-        first = self.found.num_texts - self.num_held - len(self.found.kept)
-        return place if place < first else self.found.kept[place - first]
+        return place if place < self._first else self.found.kept[place - self._first]
+
+    @property
+    def _first(self) -> int:
+        """The number in the files of the first one of those held out, and of those kept from among them."""
+        return self.found.num_texts - self.num_held - len(self.found.kept)
 
     def _in_files(self) -> Iterator[tuple[Path, Example[T]]]:
         for source in self.found.files:

@@ -35,7 +35,16 @@ from kvad.train.rows import texts_of
 from kvad.train.samples import greedy
 from kvad.train.sampling import SampledPairs
 from kvad.train.start import said_by, tokenizer_at
-from kvad.train.store import TokenStore, changed_sources, damaged_files, is_prepared, joined_key, open_store, store_key
+from kvad.train.store import (
+    Texts,
+    TokenStore,
+    changed_sources,
+    damaged_files,
+    is_prepared,
+    joined_key,
+    open_store,
+    store_key,
+)
 from kvad.train.stream import SequentialData, Units, units_of_store, units_of_texts
 
 __all__ = ["Material", "Named", "as_json", "from_json", "named_for"]
@@ -202,19 +211,17 @@ class Material:
             prepared.check_tokens()
         self.fingerprint, self._vocab = self.key(tokenizer), tokenizer.vocab_size
         self._tell(f"tokens: {tokenizer.kind}, vocabulary {tokenizer.vocab_size:,}")
-        pad, meter = tokenizer.specials.pad or 0, Meter(self._tell)
+        pad = tokenizer.specials.pad or 0
         note = ""
         if self._config.data.order == "stream":
             units = [units_of_texts(texts, tokenizer) for group in self._groups for texts in group if _is_raw(texts)]
             self.data = self._sequential(units, pad, "tokens: made while the texts are read, none on the disk")
         elif self._alone is not None:
-            note = self._open_fed(folder, self._alone, tokenizer, meter)
+            note = self._open_fed(folder, self._alone, tokenizer)
         elif len(self._all) == 1 and not self._prepared:
             (texts,) = self._all
             assert not isinstance(texts, Prepared)
-            _, found = open_store(
-                folder, texts, tokenizer, accept=lambda store: self._read([store], pad), progress=meter
-            )
+            _, found = self._store(folder, texts, tokenizer, lambda store: self._read([store], pad))
             note = ", found on disk" if found else ""
         else:
             stores = []
@@ -222,17 +229,23 @@ class Material:
                 if isinstance(texts, Prepared):
                     stores.append(texts.store)
                 else:
-                    stores.append(
-                        open_store(self._folder(folder, number), texts, tokenizer, progress=Meter(self._tell))[0]
-                    )
+                    stores.append(self._store(self._folder(folder, number), texts, tokenizer)[0])
             self._read(stores, pad)
         first, *more = self.data.told()
         for line in (first + note, *more):
             self._tell(line)
 
-    def _open_fed(
-        self, folder: Path, texts: FramedCorpus | ExampleCorpus[Any] | Prepared, tokenizer: Tokenizer, meter: Meter
-    ) -> str:
+    def _store(
+        self,
+        folder: Path,
+        texts: Texts,
+        tokenizer: Tokenizer,
+        accept: Callable[[TokenStore], None] = lambda store: None,
+    ) -> tuple[TokenStore, bool]:
+        """As ``open_store``, telling how far it is."""
+        return open_store(folder, texts, tokenizer, accept=accept, progress=Meter(self._tell))
+
+    def _open_fed(self, folder: Path, texts: FramedCorpus | ExampleCorpus[Any] | Prepared, tokenizer: Tokenizer) -> str:
         held, noun = (0, "") if isinstance(texts, FramedCorpus) else (texts.num_held, texts.noun)
 
         def read(store: TokenStore) -> None:
@@ -241,7 +254,7 @@ class Material:
         if isinstance(texts, Prepared):
             read(texts.store)
             return ""
-        return ", found on disk" if open_store(folder, texts, tokenizer, accept=read, progress=meter)[1] else ""
+        return ", found on disk" if self._store(folder, texts, tokenizer, read)[1] else ""
 
     def whence(self, numbers: range) -> str:
         """The texts of these rows of the run, and their files where every file is one: "document 3 (b.txt)"; "" of

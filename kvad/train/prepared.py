@@ -33,7 +33,7 @@ from kvad.train.objectives import TOPOLOGY
 from kvad.train.pairs import PairCorpus
 from kvad.train.store import MANIFEST, OFFSETS, TEMPLATE, TOKENIZER, TokenStore, fill_store, is_prepared
 
-__all__ = ["Prepared", "asked_for", "check_free", "is_prepared", "prepare"]
+__all__ = ["Prepared", "asked_for", "check_free", "prepare"]
 
 VERSION = 1
 HOLDS = {"next-token": "documents", "compress": "documents", "seq2seq": "pairs"}  # others: by their objective's name

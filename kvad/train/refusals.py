@@ -39,9 +39,14 @@ TEXTS = (".json", ".jsonl", ".svg", ".toml")  # what a run's folder holds that a
 def check_place(config: RunConfig, corpus: Named, out: Path, overwrite: bool) -> bool:
     """Whether ``out`` holds a run that is to give way.  UsageError where it may not, and where a new run would write
     over anything that is no run's: the texts that it is to read, a folder of the same name as its tokens'."""
+    tokens, run_file = out / TOKENS, out / RUN_FILE
     for source in (corpus, *([Path(path) for path in each.paths] for each in config.data.sources)):
         check_out(out, source, config.data.suffixes)
-    tokens, run_file = out / TOKENS, out / RUN_FILE
+        for path in _paths(source):
+            if path.resolve().is_relative_to(tokens.resolve()):
+                raise UsageError(
+                    f"{path} lies in {tokens}, where a run of {out} writes its tokens", "choose another --out"
+                )
     if tokens.exists() and not _is_tokens(tokens):
         raise UsageError(f"{tokens} is there, and a run of {out} writes its tokens there", "choose another --out")
     if run_file.exists() and not is_run_file(run_file):
@@ -50,6 +55,12 @@ def check_place(config: RunConfig, corpus: Named, out: Path, overwrite: bool) ->
             "give it another name, or choose another --out",
         )
     return _holds_run(out, overwrite)
+
+
+def _paths(named: Named) -> Sequence[Path]:
+    if not isinstance(named, PairPaths):
+        return named
+    return [path for item in (*named.files, *named.held) for path in item]
 
 
 def _is_tokens(folder: Path) -> bool:
@@ -92,17 +103,9 @@ def check_run(out: Path) -> None:
 
 def check_out(out: Path, corpus: Named, suffixes: Sequence[str]) -> None:
     """A folder, or none yet, that no corpus of folders would read as text in a later run."""
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    there = _there(out)
     if not there.is_dir():
         raise UsageError(f"{there} is a file, and a run needs a folder", "choose another folder for --out")
-    tokens = (out / TOKENS).resolve()
-    pairs = (*corpus.files, *corpus.held) if isinstance(corpus, PairPaths) else ()
-    named = [path for group in pairs for path in group] if isinstance(corpus, PairPaths) else corpus
-    for path in named:
-        if path.resolve().is_relative_to(tokens):
-            raise UsageError(
-                f"{path} lies in {out / TOKENS}, where a run of {out} writes its tokens", "choose another --out"
-            )
     if suffixes and not set(suffixes) & set(TEXTS):
         return
     for folder in () if isinstance(corpus, PairPaths) else corpus:
@@ -120,8 +123,7 @@ def check_writable(out: Path) -> None:
     """A folder that can be made and written into; it is made, and taken away again.
 
     UsageError where a file is in its way, SaveError where the disk refuses."""
-    missing = [path for path in (out, *out.parents) if not path.exists()]
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    missing, there = _missing(out), _there(out)
     if not there.is_dir():
         raise UsageError(f"{there} is a file, and {out} is to be a folder", "choose another --out")
     try:
@@ -130,9 +132,7 @@ def check_writable(out: Path) -> None:
     except OSError as error:
         raise SaveError(f"cannot write {out}: {error.strerror or error}", "choose another --out") from error
     finally:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
+        _take_away(missing)
 
 
 def check_watched(watch: WatchConfig, callbacks: Sequence[Callback]) -> None:
@@ -147,14 +147,29 @@ def check_watched(watch: WatchConfig, callbacks: Sequence[Callback]) -> None:
 @contextmanager
 def nothing_left(out: Path) -> Iterator[None]:
     """If the block fails, the folders that it made on the way to ``out`` go again, as far as they are empty."""
-    missing = [path for path in (out, *out.parents) if not path.exists()]
+    missing = _missing(out)
     try:
         yield
     except BaseException:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
+        _take_away(missing)
         raise
+
+
+def _there(out: Path) -> Path:
+    """It, or the nearest above it that is there."""
+    return next(path for path in (out, *out.absolute().parents) if path.exists())
+
+
+def _missing(out: Path) -> list[Path]:
+    """Folders on the way to it that are not there, the lowest first."""
+    return [path for path in (out, *out.parents) if not path.exists()]
+
+
+def _take_away(folders: Sequence[Path]) -> None:
+    """Those that are empty."""
+    for path in folders:
+        with suppress(OSError):
+            path.rmdir()
 
 
 def check_machine(train: TrainConfig) -> None:

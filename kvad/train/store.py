@@ -189,11 +189,16 @@ def open_store(
 
 def is_prepared(path: Path) -> bool:
     """Whether a path is a folder that ``kvad data prepare`` made, of any version."""
+    return "prepared" in _said(path)
+
+
+def _said(folder: Path) -> dict[str, Any]:
+    """Its manifest; empty where it has none that can be read."""
     try:
-        found = json.loads((path / MANIFEST).read_bytes())
+        found = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and "prepared" in found
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def fill_store(
@@ -267,10 +272,7 @@ def _dtype(vocab: int) -> str:
 
 def is_store(folder: Path) -> bool:
     """Whether kvad made it, of whatever texts."""
-    try:
-        return bool({"key", "shards"} <= json.loads((folder / MANIFEST).read_bytes()).keys())
-    except (OSError, ValueError, AttributeError):
-        return False
+    return {"key", "shards"} <= _said(folder).keys()
 
 
 def _usable(folder: Path, key: str) -> dict[str, Any] | None:
