@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import torch._dynamo  # noqa: F401  the optimizer imports it, a second each time: once, before the forks
 
-import mortal
 from kvad.checkpoint import adapter, compressor, native
 from kvad.checkpoint.folder import TRAINING, check_file, read_json, read_manifest, steps_of
 from kvad.train import compress, distil, job, objective, sampling, saver
 from kvad.train.config import RunConfig
 from kvad.train.metrics import read_metrics
 from kvad.train.pairs import PairPaths
+from tests import mortal
 
 STEPS = 24
 SMALL = {"width": 32, "decoder.layers": 1, "decoder.kinds.L.mlp.hidden": 32}

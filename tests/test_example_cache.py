@@ -15,7 +15,7 @@ from kvad import LLM
 from kvad import config as cfg
 from kvad.checkpoint.native import save
 from kvad.model.transformer import Transformer
-from models import build, model_config
+from tests.models import build, model_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]

@@ -14,7 +14,7 @@ from kvad.engine.request import Sampling
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
-from lab.models import ENCODERS, MIXTURES, PAIRS, encoder, pair, tiny
+from tests.lab.models import ENCODERS, MIXTURES, PAIRS, encoder, pair, tiny
 
 NARROW = {
     "narrow table": tiny(embed=Embedding(width=10), head=Head(transform=Transform(None, False, width=10))),

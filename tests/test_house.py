@@ -13,10 +13,10 @@ from pathlib import Path
 import click
 import pytest
 
-import house
 import kvad
-from house import House
 from kvad.cli.main import COMMANDS
+from tests import house
+from tests.house import House
 
 ROOT = Path(__file__).parents[1]
 HOUSE = house.read_house(ROOT, kvad._HOMES)

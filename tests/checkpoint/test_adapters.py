@@ -139,7 +139,7 @@ def test_merged_lies_in_the_layout_of_its_base(golden, tmp_path):
 def test_a_model_of_kvads_alone_has_kvads_names(tmp_path):
     from kvad.checkpoint.native import save
     from kvad.model.transformer import Transformer
-    from models import model_config
+    from tests.models import model_config
 
     model = Transformer(model_config("t5", "sandwich", "sinks"))
     save(tmp_path / "base", model.config, model.state_dict(), None)

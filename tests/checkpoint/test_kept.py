@@ -12,7 +12,7 @@ from kvad.checkpoint.folder import locate, pointed, step_folder, steps_of
 from kvad.checkpoint.kept import settle
 from kvad.checkpoint.native import load, save_step
 from kvad.errors import CheckpointError, SaveError
-from models import model_config
+from tests.models import model_config
 
 CONFIG = model_config()
 ROOT = Path(__file__).parents[2]
@@ -97,8 +97,8 @@ sys.path.insert(0, "tests")
 from pathlib import Path
 import torch
 from kvad.checkpoint.native import load, save_step
-from models import model_config
-import mortal
+from tests.models import model_config
+from tests import mortal
 
 run, config = Path(sys.argv[1]), model_config()
 

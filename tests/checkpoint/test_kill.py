@@ -20,8 +20,8 @@ import torch
 from kvad.checkpoint import native
 from kvad.checkpoint.native import load, save, save_step
 from kvad.config import ModelConfig
-from models import model_config
-import mortal
+from tests.models import model_config
+from tests import mortal
 
 CONFIG, SHAPES = model_config(), [(300, 7), (41,), (5, 5, 5)]
 

@@ -16,7 +16,7 @@ from kvad.checkpoint.native import Training, load, save, save_step
 from kvad.checkpoint.open import load_model
 from kvad.errors import CheckpointError, ConfigError, SaveError, UsageError
 from kvad.text.tokenizer import train_tokenizer
-from models import build, model_config
+from tests.models import build, model_config
 
 ROOT = Path(__file__).parents[2]
 BYTE = train_tokenizer("byte", [])
@@ -290,7 +290,7 @@ import torch
 sys.path.insert(0, "tests")
 from kvad.checkpoint.native import save
 from kvad.errors import SaveError
-from models import build, model_config
+from tests.models import build, model_config
 model = build(model_config(), seed=1, dtype=torch.float32)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
 try:

@@ -7,8 +7,8 @@ from kvad.checkpoint.atomic import sweep
 from kvad.checkpoint.folder import steps_of
 from kvad.checkpoint.native import load, save_step
 from kvad.errors import CheckpointError
-from models import model_config
-from powercut import PowerCuts
+from tests.models import model_config
+from tests.powercut import PowerCuts
 
 CONFIG, GONE = model_config(), -1  # a link to a step of a run that was overwritten
 SAVES = [(1, 1, False), (2, 1, False), (3, 3, False), (4, 3, False), (4, 3, False), (2, 2, True), (3, 2, False)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lab.models import CONFIGS, EVERY, write_checkpoint
+from tests.lab.models import CONFIGS, EVERY, write_checkpoint
 
 
 @pytest.fixture(params=EVERY)

@@ -22,7 +22,7 @@ from kvad.llm import LLM
 from kvad.model.fresh import Fresh
 from kvad.model.transformer import Transformer
 from kvad.step import Lane, Step
-from lab.models import CONFIGS, tiny
+from tests.lab.models import CONFIGS, tiny
 from tests.models import build
 
 COUNTED = ("plain", "mha", "mqa", "dims", "biases", "pattern")

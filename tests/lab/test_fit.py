@@ -23,7 +23,7 @@ from kvad.lab.kept import kept, layer_names
 from kvad.lab.prices import LINES, collect, find_prices, merged, read_lines, read_prices
 from kvad.lab.shapes import shape
 from kvad.lab.variants import known_variants
-from lab.models import tiny
+from tests.lab.models import tiny
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30

@@ -24,7 +24,7 @@ from kvad.lab.inspect import Attention, outline, summarise
 from kvad.llm import LLM
 from kvad.model.fresh import Fresh
 from kvad.text.tokenizer import train_tokenizer
-from lab.models import CONFIGS, ENCODERS, EVERY, PAIRS, tiny, write_checkpoint, write_foreign
+from tests.lab.models import CONFIGS, ENCODERS, EVERY, PAIRS, tiny, write_checkpoint, write_foreign
 from tests.oracle import checkpoint as oracle
 
 ROOT = Path(__file__).parents[2]

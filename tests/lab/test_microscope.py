@@ -25,7 +25,7 @@ from kvad.lab.drawslide import text
 from kvad.lab.microscope import Recorder, examine
 from kvad.lab.slide import STATES, Block, Change, Level, Life, Line, Row, Slide, Span, Step, Why, as_json, counts
 from kvad.step import Moves
-from lab.models import CONFIGS, PAIRS, write_checkpoint
+from tests.lab.models import CONFIGS, PAIRS, write_checkpoint
 from tests.models import build, model_config, pair_config
 
 MODEL = build(model_config("rope", "pre", "gqa"))

@@ -58,7 +58,7 @@ from kvad.lab.shapes import SHAPES, shape
 from kvad.model.compress import Compressor
 from kvad.model.transformer import Transformer
 from kvad.ops import attend, invariant
-from lab.models import CONFIGS, ENCODERS, EVERY, PAIRS, encoder, pair, tiny, write_checkpoint, write_foreign
+from tests.lab.models import CONFIGS, ENCODERS, EVERY, PAIRS, encoder, pair, tiny, write_checkpoint, write_foreign
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30

@@ -14,10 +14,10 @@ from kvad.train.config import ObjectiveConfig
 from kvad.train.feeds import roles_for
 from kvad.train.job import train
 from kvad.train.pairs import PairPaths
-from models import build
-from train.conftest import Listener
-from train.test_cli import kvad
-from train.test_every_objective import configured, files  # noqa: F401  (a fixture)
+from tests.models import build
+from tests.train.conftest import Listener
+from tests.train.test_cli import kvad
+from tests.train.test_every_objective import configured, files  # noqa: F401  (a fixture)
 
 TEXTS = ["ada bob cleo dan eve finn gus hana ivo jo kim lea " * 3, "ada bob", ""]
 

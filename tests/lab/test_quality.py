@@ -21,8 +21,8 @@ from kvad.lab.tasks import KINDS, English, Lookup, language_of, make_task
 from kvad.lab.variants import POLICIES, Variant, engine_of, fields_of, known_variants, variants_of
 from kvad.llm import LLM
 from kvad.text.tokenizer import train_tokenizer
-from lab.looker import make_looker
 from tests.cli.checkpoint import run, write_model
+from tests.lab.looker import make_looker
 from tests.models import build, model_config
 
 FULL = variants_of([])[0]

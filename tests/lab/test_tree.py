@@ -28,7 +28,7 @@ from kvad.config import (
 from kvad.lab import describe, drawtree
 from kvad.lab.shapes import SHAPES, shape
 from kvad.lab.tree import build, folded
-from lab.models import CONFIGS, ENCODERS, EVERY, LAYER_NORM, PAIRS, tiny, write_checkpoint
+from tests.lab.models import CONFIGS, ENCODERS, EVERY, LAYER_NORM, PAIRS, tiny, write_checkpoint
 from tests.oracle import checkpoint as oracle
 
 ROOT = Path(__file__).parents[2]

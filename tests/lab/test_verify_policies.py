@@ -23,7 +23,7 @@ from kvad.lab.verify import verify
 from kvad.model.transformer import Transformer
 from kvad.step import Reach
 from kvad.text.plain import ByteTokenizer
-from lab.looker import make_looker
+from tests.lab.looker import make_looker
 
 OPTIONS = Options(rows=3, chunk=8, block_size=4, tokens=8, dtypes=("float64",))
 MASKS, RANKED = ("window(8)", "sinks(2, 6)", "truncate(8)"), ("heavy-hitters(8, every=4)", "random(8, every=4)")

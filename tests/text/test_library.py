@@ -18,7 +18,7 @@ from kvad.text import families
 from kvad.text.detokenize import Detokenizer
 from kvad.text.library import LibraryTokenizer
 from kvad.text.tokenizer import load_tokenizer
-from text import zoo
+from tests.text import zoo
 
 KINDS = {"byte_level": "bpe", "unigram": "unigram", "wordpiece": "wordpiece", "byte_fallback": "bpe"}
 

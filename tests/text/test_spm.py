@@ -23,7 +23,7 @@ from kvad.text.settings import read_settings
 from kvad.text.spm import SpmTokenizer
 from kvad.text.spm_model import SpmModel
 from kvad.text.tokenizer import load_tokenizer
-from text import zoo
+from tests.text import zoo
 
 sentencepiece = pytest.importorskip("sentencepiece")
 

@@ -7,7 +7,7 @@ import torch
 from kvad.errors import DataError
 from kvad.model.fresh import Fresh
 from kvad.train.data import Order, Split, batch_of, evaluation_rows, split
-from models import build, model_config
+from tests.models import build, model_config
 
 SEPARATOR = 9
 

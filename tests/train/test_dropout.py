@@ -19,7 +19,7 @@ from kvad.ops.attend import Reading, attend
 from kvad.step import Lane, Mark, Reach, Score, Step
 from kvad.train.config import RunConfig, TrainConfig
 from kvad.train.speed import prepare
-from models import build, model_config, pair_config
+from tests.models import build, model_config, pair_config
 
 EVERY = {"embedding": 0.1, "residual": 0.2, "attention": 0.3, "hidden": 0.25, "output": 0.15}
 

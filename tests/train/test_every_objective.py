@@ -18,7 +18,7 @@ from kvad.train.objectives import TOPOLOGY, fitting, headed, make_objective
 from kvad.train.pairs import PairPaths
 from kvad.train.plan import plan
 from kvad.train.presets import PRESETS
-from models import build
+from tests.models import build
 
 EXACT = Autocast("fp32", "cpu")
 PRESET = {"decoder": "tiny", "encoder-decoder": "transformer-tiny", "encoder": "encoder-tiny"}

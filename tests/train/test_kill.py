@@ -19,7 +19,7 @@ def run(setup, kills, seed, folder, *more, limit=600):
         capture_output=True,
         text=True,
         timeout=limit,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
 
 

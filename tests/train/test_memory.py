@@ -17,7 +17,7 @@ from kvad.train.objective import Autocast
 from kvad.train.optim import Optimization
 from kvad.train.presets import PRESETS
 from kvad.train.speed import prepare
-from lab.models import CONFIGS
+from tests.lab.models import CONFIGS
 
 ROWS, CONTEXT = 4, 64
 RUN = RunConfig.from_dict({"data": {"context": CONTEXT}, "train": {"batch": ROWS}})

@@ -12,7 +12,7 @@ from kvad.ops import entropy
 from kvad.step import Lane, Step
 from kvad.train.data import Batch
 from kvad.train.objective import Autocast, backward, loss_of, resolve_precision
-from models import VOCAB, build, model_config
+from tests.models import VOCAB, build, model_config
 
 EXACT = Autocast("fp32", "cpu")
 

@@ -9,7 +9,7 @@ from kvad.errors import CheckpointError
 from kvad.train.config import OptimConfig, TrainConfig
 from kvad.train.optim import Optimization, decays
 from kvad.train.schedules import learning_rate
-from models import build, model_config
+from tests.models import build, model_config
 
 
 def test_matrices_and_embeddings_decay_and_nothing_else():

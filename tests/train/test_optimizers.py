@@ -11,7 +11,7 @@ from kvad.errors import CheckpointError, ConfigError
 from kvad.train.config import OptimConfig, TrainConfig
 from kvad.train.optim import Optimization, by_muon, decays
 from kvad.train.scaling import LossScale
-from models import build, model_config
+from tests.models import build, model_config
 
 
 class Toy(nn.Module):

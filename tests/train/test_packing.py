@@ -16,9 +16,9 @@ from kvad.train.objective import Autocast, backward
 from kvad.train.packing import pack, windows
 from kvad.train.pair_data import PairData
 from kvad.train.rows import Segment, Shape, alone, collate
-from models import build, model_config
-from train.test_data import Tokens
-from train.test_pair_data import MANY, PAD, SMALL, Pairs, model  # noqa: F401
+from tests.models import build, model_config
+from tests.train.test_data import Tokens
+from tests.train.test_pair_data import MANY, PAD, SMALL, Pairs, model  # noqa: F401
 
 EXACT = Autocast("fp32", "cpu")
 

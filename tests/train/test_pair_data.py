@@ -14,7 +14,7 @@ from kvad.train.config import RunConfig
 from kvad.train.objective import Autocast, backward
 from kvad.train.pair_data import PairData, PairRows
 from kvad.train.presets import PRESETS
-from models import build
+from tests.models import build
 
 BOS, EOS, PAD, VOCAB = 1, 2, 3, 40
 EXACT = Autocast("fp32", "cpu")

@@ -17,9 +17,9 @@ from kvad.train.material import Material
 from kvad.train.pairs import PairPaths
 from kvad.train.prepared import Prepared
 from kvad.train.store import is_prepared
-from train.conftest import Listener
-from train.test_cli import QUICK, kvad
-from train.test_job import hashes
+from tests.train.conftest import Listener
+from tests.train.test_cli import QUICK, kvad
+from tests.train.test_job import hashes
 
 RUN = """
 [model]

@@ -13,9 +13,9 @@ from kvad.checkpoint.folder import entry_of
 from kvad.step import Reach
 from kvad.text.tokenizer import load_tokenizer
 from kvad.train import examples, progress, store
-from train.test_cli import kvad
-from train.test_every_objective import PRESET, SMALL, TOPOLOGY, files  # noqa: F401  (a fixture)
-from train.test_job import hashes
+from tests.train.test_cli import kvad
+from tests.train.test_every_objective import PRESET, SMALL, TOPOLOGY, files  # noqa: F401  (a fixture)
+from tests.train.test_job import hashes
 
 FED = ("masked", "spans", "tag", "classify", "chat")
 

@@ -19,7 +19,7 @@ from kvad.train.presets import PRESETS
 from kvad.train.progress import PlainProgress, clock
 from kvad.train.reports import EvalReport, Outcome, StartReport, StepReport, WarningReport
 from kvad.train.rows import Batch
-from train.conftest import Listener
+from tests.train.conftest import Listener
 
 START = StartReport(0, 2000, None, 804_224, 10, 10, 768, "fp32", "cpu", 2, "2.13")
 

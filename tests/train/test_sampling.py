@@ -11,7 +11,7 @@ from kvad.train.config import ObjectiveConfig, RunConfig
 from kvad.train.objective import Autocast, NextToken, backward
 from kvad.train.presets import PRESETS
 from kvad.train.sampling import SampledPairs, Sampling, share_of
-from models import build
+from tests.models import build
 from tests.train.test_pair_data import PAD, SMALL, VOCAB, Pairs
 
 EXACT = Autocast("fp32", "cpu")

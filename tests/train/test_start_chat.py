@@ -9,10 +9,10 @@ from kvad.text.chat import ChatTemplate
 from kvad.train.config import LoraConfig, RunConfig
 from kvad.train.job import resume, train
 from kvad.train.pairs import PairPaths
-from train.test_cli import kvad
-from train.test_every_objective import files  # noqa: F401  (a fixture)
-from train.test_job import hashes
-from train.test_start import SHAPE, StopAt
+from tests.train.test_cli import kvad
+from tests.train.test_every_objective import files  # noqa: F401  (a fixture)
+from tests.train.test_job import hashes
+from tests.train.test_start import SHAPE, StopAt
 
 OWN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}{% endfor %}"
 OWN += "{% if add_generation_prompt %}[assistant]{% endif %}"

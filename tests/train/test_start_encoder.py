@@ -21,10 +21,10 @@ from kvad.train.config import LoraConfig, RunConfig
 from kvad.train.job import resume, train
 from kvad.train.pairs import PairPaths
 from kvad.train.start import start_of
-from train.test_cli import kvad
-from train.test_every_objective import SMALL, WORDS, files  # noqa: F401  (a fixture)
-from train.test_job import hashes
-from train.test_start import StopAt
+from tests.train.test_cli import kvad
+from tests.train.test_every_objective import SMALL, WORDS, files  # noqa: F401  (a fixture)
+from tests.train.test_job import hashes
+from tests.train.test_start import StopAt
 
 BODY = ("embed.", "encoder.")
 

@@ -17,7 +17,7 @@ from kvad.train.mixture import BLOCK, Mixed
 from kvad.train.pairs import PairPaths, open_pairs
 from kvad.train.store import open_store
 from kvad.train.stream import Cursor, SequentialData, units_of_store, units_of_texts
-from train.test_data import Tokens
+from tests.train.test_data import Tokens
 
 BYTE = train_tokenizer("byte", [])
 PAIRED = train_tokenizer("byte", [], specials=("bos", "eos", "pad"))
